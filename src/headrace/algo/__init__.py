@@ -1,0 +1,1 @@
+"""The mathematics: pure functions, one file per formula."""

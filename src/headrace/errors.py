@@ -1,0 +1,105 @@
+"""Every error Headrace raises on purpose, drawn once.
+
+    HeadraceError                    what is wrong, and what to do about it
+    ├── ConfigError (ValueError)     a run file, option or argument that cannot work
+    ├── DataError (ValueError)       a row, a file of rows, a prompt
+    ├── ModelError (ValueError)      a model directory or an architecture
+    ├── RequestError (ValueError)    one request that an engine cannot serve
+    ├── EnvError                     a reward or environment that cannot be used at all
+    ├── WeightsError                 a weight update refused before anything changed
+    ├── LedgerError                  a ledger that cannot be opened, read or believed
+    ├── CheckpointError              a snapshot that cannot be written or read
+    └── RunError                     a run that had to end
+        ├── ComponentDied            a process ended that should not have
+        ├── StallError               nothing moved for the stall timeout
+        ├── DeadlineError            one wait took longer than it may
+        └── NothingToLearn           the rewards carry no signal
+
+Each failure belongs to one boundary: an episode's failure is a record, not an exception (see
+:class:`headrace.types.episode.Episode`); what is raised here reaches the user.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class HeadraceError(Exception):
+    """The root: ``problem`` names the thing, its value and the reason; ``remedy`` says what to do.
+
+    >>> str(HeadraceError("flow.lead=-1 is negative", remedy="set flow.lead >= 0"))
+    'flow.lead=-1 is negative\\n  remedy: set flow.lead >= 0'
+    """
+
+    def __init__(self, problem: str, *, remedy: str) -> None:
+        super().__init__(problem, remedy)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  remedy: {self.remedy}"
+
+
+class ConfigError(HeadraceError, ValueError):
+    """A run file, option or argument that cannot work."""
+
+
+class DataError(HeadraceError, ValueError):
+    """A row, a file of rows or a prompt that cannot be used."""
+
+
+class ModelError(HeadraceError, ValueError):
+    """A model directory or an architecture that cannot be used."""
+
+
+class RequestError(HeadraceError, ValueError):
+    """One generation request that an engine cannot serve; other requests go on."""
+
+
+class EnvError(HeadraceError):
+    """A reward function or an environment that cannot be used at all."""
+
+
+class WeightsError(HeadraceError):
+    """A weight update that was refused before anything changed."""
+
+
+class LedgerError(HeadraceError):
+    """A ledger that cannot be opened, read or believed."""
+
+
+class CheckpointError(HeadraceError):
+    """A snapshot that cannot be written or read."""
+
+
+class RunError(HeadraceError):
+    """A run that had to end before its last step."""
+
+
+class ComponentDied(RunError):
+    """A process of the run ended that should not have."""
+
+
+class StallError(RunError):
+    """Nothing moved for the stall timeout; the text names who waits for whom."""
+
+
+class DeadlineError(RunError):
+    """One wait took longer than its deadline."""
+
+
+class NothingToLearn(RunError):
+    """The rewards of many steps in a row carry no signal."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The phrase that offers the nearest known name, for the end of an error.
+
+    >>> nearest("dappo", ["grpo", "dapo"])
+    "did you mean 'dapo'? (known: dapo, grpo)"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listed = f"known: {', '.join(names)}"
+    return f"did you mean {close[0]!r}? ({listed})" if close else listed

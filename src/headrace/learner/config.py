@@ -1,0 +1,32 @@
+"""Settings of the learner."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config import Section
+
+
+class LearnerConfig(Section):
+    """The optimizer, its schedule, and how a batch is cut into micro-batches."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate; 0 trains nothing and is allowed, as a control."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; linear and cosine end at ``min_lr_frac`` of the peak."""
+    min_lr_frac: float = Field(default=0.0, ge=0, le=1)
+    """Where a decaying schedule ends, as a fraction of ``lr``."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear rise from 0 to ``lr``."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's ε."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay, on matrices only."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    """Token positions of one forward and backward pass; the result does not depend on it."""

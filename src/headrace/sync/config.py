@@ -1,0 +1,18 @@
+"""Settings of the weight sync."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config import Section
+
+
+class SyncConfig(Section):
+    """How weights travel."""
+
+    transport: Literal["shm"] = "shm"
+    """Two packed buffers in shared memory: the engine's parameters are views of the committed one."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Longest wait for one stage or commit."""

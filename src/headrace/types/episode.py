@@ -1,0 +1,105 @@
+"""What happened for one attempt at a task."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.types.tokens import Tokens
+
+
+class EpisodeKey(NamedTuple):
+    """Names one episode of a run for ever: the group and its place in it."""
+
+    group: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.index}"
+
+
+class StopReason(enum.StrEnum):
+    """Why a sampled turn ended."""
+
+    STOP = "stop"
+    """A stop token was sampled."""
+    LENGTH = "length"
+    """It reached ``max_new_tokens``."""
+    ABORTED = "aborted"
+    """Its request was withdrawn."""
+
+
+class EpisodeStatus(enum.StrEnum):
+    """How an episode ended.
+
+        RUNNING ──▶ FINISHED ──▶ SCORED
+           └───────────┴──────▶ FAILED(cause)
+    """
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    SCORED = "scored"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self in (EpisodeStatus.SCORED, EpisodeStatus.FAILED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Contiguous tokens by one author."""
+
+    author: str
+    """``"task"`` for what was given; otherwise the policy, tool or agent that wrote it."""
+    tokens: Tokens
+    parent: int | None = None
+    """Index of the turn it continues; ``None`` for a root."""
+    stop_reason: StopReason | None = None
+    """Why sampling ended; ``None`` for a turn that was not sampled."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """The graph of turns of one attempt, and what it earned. Grows while it runs; read-only once it has ended."""
+
+    key: EpisodeKey
+    turns: list[Turn] = field(default_factory=list)
+    """Every turn, parents before children."""
+    status: EpisodeStatus = EpisodeStatus.RUNNING
+    reward: float | None = None
+    """``None`` until scored."""
+    cause: str = ""
+    """Why it failed: ``reason`` or ``reason: words``; empty otherwise."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that a policy sampled, over all turns."""
+        return sum(int(turn.tokens.sampled_T.sum()) for turn in self.turns)
+
+    def leaves(self) -> list[int]:
+        """Indices of the turns that no other turn continues."""
+        parents = {turn.parent for turn in self.turns}
+        return [index for index in range(len(self.turns)) if index not in parents]
+
+    def path(self, leaf: int) -> list[int]:
+        """Indices of the turns from the root to ``leaf``."""
+        indices: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            indices.append(at)
+            at = self.turns[at].parent
+        return indices[::-1]
+
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""
+        sampled = [turn.tokens.versions_T[turn.tokens.sampled_T] for turn in self.turns]
+        columns = [column for column in sampled if len(column)]
+        if not columns:
+            return None
+        joined = np.concatenate(columns)
+        return int(joined.min()), int(joined.max())

@@ -1,0 +1,65 @@
+"""The life of a group: the episodes that share a baseline.
+
+    SUBMITTED ─▶ ADMITTED ─▶ RUNNING ─▶ SCORED ─▶ READY ─▶ TAKEN(step) ─▶ TRAINED ─▶ RELEASED
+        └────────────┴──────────┴──────────┴────────┴──────────┴──▶ DROPPED(reason)
+
+    after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   what had finished is kept, the rest is asked again
+                    TAKEN, TRAINED, RELEASED ─▶ READY        where the checkpoint is older than their step
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class GroupState(enum.StrEnum):
+    """Where a group stands. Its slot is charged at ADMITTED and freed at RELEASED or DROPPED."""
+
+    SUBMITTED = "submitted"
+    """It exists: a task and a number."""
+    ADMITTED = "admitted"
+    """It holds a slot: the staleness bound will hold for it."""
+    RUNNING = "running"
+    """Its episodes are being generated and scored."""
+    SCORED = "scored"
+    """Every episode has a reward or a cause of failure."""
+    READY = "ready"
+    """It has advantages and may be trained."""
+    TAKEN = "taken"
+    """It is in the batch of a step."""
+    TRAINED = "trained"
+    """The optimizer has stepped on it; the new weights are not in use yet."""
+    RELEASED = "released"
+    """The weights it helped to make are committed."""
+    DROPPED = "dropped"
+    """It left without being trained, for a counted reason."""
+
+    @property
+    def holds_slot(self) -> bool:
+        """Whether it counts against the capacity of the flow."""
+        return self in _HOLDS_SLOT
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is neither trained nor dropped."""
+        return self in _IN_FLIGHT
+
+    def may_become(self, new: GroupState) -> bool:
+        """Whether the picture above has an arrow from here to ``new`` (crash recovery aside)."""
+        return new in _NEXT[self]
+
+
+_S = GroupState
+_HOLDS_SLOT = frozenset({_S.ADMITTED, _S.RUNNING, _S.SCORED, _S.READY, _S.TAKEN, _S.TRAINED})
+_IN_FLIGHT = frozenset({_S.SUBMITTED, _S.ADMITTED, _S.RUNNING, _S.SCORED, _S.READY, _S.TAKEN})
+_NEXT: dict[GroupState, frozenset[GroupState]] = {
+    _S.SUBMITTED: frozenset({_S.ADMITTED, _S.DROPPED}),
+    _S.ADMITTED: frozenset({_S.RUNNING, _S.DROPPED}),
+    _S.RUNNING: frozenset({_S.SCORED, _S.DROPPED}),
+    _S.SCORED: frozenset({_S.READY, _S.DROPPED}),
+    _S.READY: frozenset({_S.TAKEN, _S.DROPPED}),
+    _S.TAKEN: frozenset({_S.TRAINED, _S.DROPPED}),
+    _S.TRAINED: frozenset({_S.RELEASED}),
+    _S.RELEASED: frozenset(),
+    _S.DROPPED: frozenset(),
+}

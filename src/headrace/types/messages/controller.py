@@ -1,0 +1,158 @@
+"""What the controller receives, from whichever part."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.types.episode import StopReason
+from headrace.types.tokens import FloatColumn, IntColumn
+from headrace.types.trace import Span
+from headrace.types.weights import SwapReport, WeightUpdate
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A part has started and can be used."""
+
+    token: str
+    """The run's secret: proves that the sender belongs to this run."""
+    pid: int
+    facts: dict[str, str | int | float]
+    """What the part says of itself, for people."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A part could not do what was asked; ``call`` is ``None`` when it cannot go on at all."""
+
+    call: int | None
+    kind: str
+    """Class name in the tree of errors."""
+    problem: str
+    remedy: str
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one sequence since its last chunk."""
+
+    request_id: int
+    ids_T: IntColumn
+    logprobs_T: FloatColumn
+    versions_T: IntColumn
+    stop_reason: StopReason | None = None
+    """Set on the last chunk."""
+    error: str = ""
+    """Why the request was refused or failed; set on the last chunk only."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of an engine since it started."""
+
+    version: int = -1
+    """The committed version; −1 before the first."""
+    busy_s: float = 0.0
+    """Time spent in steps."""
+    steps: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    running: int = 0
+    """Sequences in the batch now."""
+    waiting: int = 0
+    """Requests that have not joined the batch."""
+    restarted: int = 0
+    """Sequences that began again because of a weight update."""
+
+
+class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What an engine produced since its last message."""
+
+    chunks: tuple[Chunk, ...]
+    stats: EngineStats
+    spans: tuple[Span, ...] = ()
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The update is next to the engine and its checksums hold."""
+
+    call: int
+    version: int
+    seconds: float
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The version is in use."""
+
+    call: int
+    report: SwapReport
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer step did."""
+
+    step: int
+    metrics: dict[str, float]
+    trained_tokens: int
+    """Tokens that carried loss."""
+    dropped_tokens: dict[str, int]
+    """Tokens of the batch that could carry none, by reason."""
+    seconds: float
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One optimizer step is done."""
+
+    call: int
+    report: StepReport
+    spans: tuple[Span, ...] = ()
+
+
+class LogprobsAre(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """log π for every token of the batch; 0 outside its mask."""
+
+    call: int
+    logprobs_N: FloatColumn
+
+
+class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The weights are copied; the learner is free to go on."""
+
+    call: int
+    seconds: float
+    spans: tuple[Span, ...] = ()
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The snapshot is hashed and ready to be staged."""
+
+    call: int
+    update: WeightUpdate
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The snapshot is on disk, whole and flushed."""
+
+    call: int
+    seconds: float
+    spans: tuple[Span, ...] = ()
+
+
+class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One reward per completion; ``None`` is the function's own word for 'do not count this one'."""
+
+    call: int
+    rewards: tuple[float | None, ...]
+    error: str = ""
+    """Why there is no reward, with the file and line that raised; empty if there is one."""
+
+
+Message = (
+    Ready
+    | Failure
+    | Chunks
+    | Staged
+    | Committed
+    | Trained
+    | LogprobsAre
+    | SnapshotTaken
+    | Published
+    | Saved
+    | Scored
+)

@@ -1,0 +1,43 @@
+"""What a learner receives."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.types.batch import Batch
+
+
+class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """One optimizer step on this batch."""
+
+    call: int
+    batch: Batch
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """log π of the batch's tokens under the current weights; nothing is trained."""
+
+    call: int
+    batch: Batch
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Snapshot the weights into a shared buffer (first answer), then hash and announce them (second answer)."""
+
+    call: int
+    version: int
+    slot: int
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Write a snapshot of model, optimizer, schedule and random state into this fresh directory."""
+
+    call: int
+    directory: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End now."""
+
+
+Message = Train | Logprobs | Publish | Save | Shutdown

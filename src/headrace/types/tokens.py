@@ -1,0 +1,78 @@
+"""Token-aligned columns.
+
+Shape legend: T tokens of one span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.types.versions import NOT_SAMPLED
+
+IntColumn = npt.NDArray[np.int32]
+FloatColumn = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A contiguous span of tokens with everything that was recorded about each; aligned, and checked once, at birth.
+
+    >>> span = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
+    >>> len(span), span.sampled_T.tolist(), span.versions_T.tolist()
+    (3, [False, False, True], [-1, -1, 3])
+    """
+
+    ids_T: IntColumn
+    """Vocabulary ids, exactly as sampled or as given; int32."""
+    logprobs_T: FloatColumn
+    """Log-probability under the distribution that was really sampled from (log μ); 0 where nothing was sampled.
+    A non-finite value is kept as it is: the loss drops and counts that token."""
+    versions_T: IntColumn
+    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did."""
+
+    def __post_init__(self) -> None:
+        columns: tuple[tuple[str, Any], ...] = (
+            ("ids_T", np.int32), ("logprobs_T", np.float32), ("versions_T", np.int32),
+        )  # fmt: skip
+        for name, dtype in columns:
+            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            if column.ndim != 1 or len(column) != len(self.ids_T):
+                raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
+            object.__setattr__(self, name, column)
+
+    @classmethod
+    def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
+        """Tokens that no policy sampled."""
+        count = len(ids)
+        return cls(
+            ids_T=np.asarray(ids, np.int32),
+            logprobs_T=np.zeros(count, np.float32),
+            versions_T=np.full(count, NOT_SAMPLED, np.int32),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Tokens]) -> Tokens:
+        """The spans one after the other."""
+        if not parts:
+            return cls.observed([])
+        return cls(
+            ids_T=np.concatenate([part.ids_T for part in parts]),
+            logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
+            versions_T=np.concatenate([part.versions_T for part in parts]),
+        )
+
+    @property
+    def sampled_T(self) -> npt.NDArray[np.bool_]:
+        """Which tokens a policy sampled."""
+        return self.versions_T != NOT_SAMPLED
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens.concat([self, other])
