@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Clock(Protocol):
@@ -96,3 +97,10 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run ``main`` to its end in virtual time; raises :class:`VirtualDeadlock` where real time would hang."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a blocking function in a thread, so that the event loop goes on; in virtual time it takes no time at all."""
+    if isinstance(asyncio.get_running_loop(), VirtualLoop):
+        return blocking(*args, **kwargs)
+    return await asyncio.to_thread(blocking, *args, **kwargs)

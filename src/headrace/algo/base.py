@@ -4,23 +4,32 @@
     reduction       masks of the whole batch ──▶ one weight per token            (torch, once per step)
     loss            a micro-batch's columns ──▶ one value per token
     correction      a micro-batch's columns ──▶ one factor per token, without gradient
-    objective       Σ weight · factor · value                                    a sum: exact for any micro-batching
+    objective       Σ weight · (factor · value + penalty)                        a sum: exact for any micro-batching
 
 Every normalisation lies in the reduction's weights, and they are made from the masks of the whole batch before the
 first forward pass. So the objective of a batch is a plain sum over its tokens, and its value and gradient do not depend
-on how the batch is cut, packed or spread over ranks.
+on how the batch is cut, packed or spread over ranks. A formula that needs a statistic of the whole batch (the largest
+ratios, the largest covariances) makes it beforehand, as one more column: ``selected_NP``.
 
-Shape legend: N tokens of the samples one after the other; S samples.
+Formulas are written as methods of tensors, so that this folder can be read, configured and checked without torch.
+
+Shape legend: N tokens of the samples one after the other; S samples; P parts that select tokens; K vocabulary entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Column = Literal["log_old", "log_mu", "log_ref", "entropy", "selected", "pairs", "top_k"]
+"""What a formula may ask for beyond log π, advantages, mask and versions."""
+
+Anchor = Literal["old", "mu"]
+"""The policy that a ratio is taken against: the learner before this step, or what sampled the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +54,37 @@ class LossInputs:
     """The learner's version: a token's age is ``version_now − version``."""
     log_ref_N: Tensor | None = None
     """log π_ref of a reference policy, where the objective asks for one; no gradient."""
+    entropy_N: Tensor | None = None
+    """Entropy of π at each token, where the objective asks for it; carries the gradient if there is a bonus."""
+    selected_NP: Tensor | None = None
+    """bool; the tokens that each part chose from the whole batch: rows of what ``Objective.prepare`` returned."""
+    groups_S: Tensor | None = None
+    """int64; the group of each sample, for losses over pairs; both of a pair are in the same micro-batch."""
+    log_pi_NK: Tensor | None = None
+    """log π of a teacher's K likeliest entries, where the objective asks for it; carries the gradient."""
+    log_nu_NK: Tensor | None = None
+    """log ν of the same entries under the teacher; no gradient."""
 
     def ages_N(self) -> Tensor:
         """Age of each token in versions; meaningless outside the mask."""
         return self.version_now - self.versions_N
+
+    def log_ratio_N(self, anchor: Anchor = "old") -> Tensor:
+        """log π/π_old or log π/μ, clamped; carries the gradient."""
+        return log_ratio(self.log_pi_N, self.log_old_N if anchor == "old" else self.log_mu_N)
+
+    def log_rho_N(self) -> Tensor:
+        """log ρ = log π_old/μ, clamped: what a correction corrects."""
+        return log_ratio(self.log_old_N, self.log_mu_N)
+
+    def sum_S(self, values_N: Tensor) -> Tensor:
+        """Sum over the mask of each sample."""
+        kept_N = values_N.masked_fill(~self.mask_N, 0.0)
+        return values_N.new_zeros(self.num_samples).index_add(0, self.samples_N, kept_N)
+
+    def mean_S(self, values_N: Tensor) -> Tensor:
+        """Mean over the mask of each sample; 0 for a sample without one."""
+        return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +104,8 @@ class TokenLoss:
 
     tokens_N: Tensor
     """To be minimised; anything outside the mask is ignored."""
+    clipped_N: Tensor | None = None
+    """bool; the tokens whose gradient the formula cut off; ``None`` if it never does."""
     metrics: Metrics = field(default_factory=dict)
 
 
@@ -77,19 +115,49 @@ class Factor:
 
     tokens_N: Tensor
     """Weight (or 0/1 mask) that multiplies the loss of each token; carries no gradient."""
+    log_old_N: Tensor | None = None
+    """log π_old that the loss and later corrections take instead; ``None`` leaves it as it is."""
     metrics: Metrics = field(default_factory=dict)
 
 
-class Loss(Protocol):
-    """A loss: a small frozen config with one method."""
+class Part(Protocol):
+    """What losses and corrections have in common."""
+
+    def needs(self) -> frozenset[Column]:
+        """The columns it reads beyond the ones that are always there."""
+        ...
+
+    def select(self, whole: LossInputs) -> Tensor:
+        """The tokens (N, bool) it chooses from the whole batch; asked only of parts that need ``"selected"``."""
+        ...
+
+
+class Loss(Part, Protocol):
+    """A loss: a small frozen config with one formula."""
+
+    reduction: ClassVar[str]
+    """Kind of the reduction that its paper uses."""
+
+    def corrects(self) -> bool:
+        """Whether its own ratio is taken against μ, so that a weight ρ on top would count the correction twice."""
+        ...
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """The value of every token."""
         ...
 
+    def penalty(self, inputs: LossInputs) -> TokenLoss | None:
+        """What is added to every token's value after correction; ``None`` for nothing."""
+        ...
 
-class Correction(Protocol):
+
+class Correction(Part, Protocol):
     """A correction for tokens that were not sampled by π_old: any of them goes with any loss."""
+
+    weighs: ClassVar[bool]
+    """Whether it multiplies by ρ (in some form): at most one factor of an objective may."""
+    corrects: ClassVar[bool]
+    """Whether it bounds the error of training on tokens of older weights."""
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""
@@ -132,6 +200,7 @@ class LossOutput:
 def log_ratio(log_p: Tensor, log_q: Tensor, limit: float = 20.0) -> Tensor:
     """log(p/q), clamped to ±``limit`` so that its exponential is finite.
 
+    >>> import torch
     >>> log_ratio(torch.tensor([0.0]), torch.tensor([-100.0]))
     tensor([20.])
     """

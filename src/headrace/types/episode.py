@@ -35,8 +35,8 @@ class StopReason(enum.StrEnum):
 class EpisodeStatus(enum.StrEnum):
     """How an episode ended.
 
-        RUNNING ──▶ FINISHED ──▶ SCORED
-           └───────────┴──────▶ FAILED(cause)
+    RUNNING ──▶ FINISHED ──▶ SCORED
+       └───────────┴──────▶ FAILED(cause)
     """
 
     RUNNING = "running"

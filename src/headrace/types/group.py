@@ -1,10 +1,10 @@
 """The life of a group: the episodes that share a baseline.
 
-    SUBMITTED ─▶ ADMITTED ─▶ RUNNING ─▶ SCORED ─▶ READY ─▶ TAKEN(step) ─▶ TRAINED ─▶ RELEASED
-        └────────────┴──────────┴──────────┴────────┴──────────┴──▶ DROPPED(reason)
+SUBMITTED ─▶ ADMITTED ─▶ RUNNING ─▶ SCORED ─▶ READY ─▶ TAKEN(step) ─▶ TRAINED ─▶ RELEASED
+    └────────────┴──────────┴──────────┴────────┴──────────┴──▶ DROPPED(reason)
 
-    after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   what had finished is kept, the rest is asked again
-                    TAKEN, TRAINED, RELEASED ─▶ READY        where the checkpoint is older than their step
+after a crash   ADMITTED, RUNNING, SCORED ─▶ SUBMITTED   what had finished is kept, the rest is asked again
+                TAKEN, TRAINED, RELEASED ─▶ READY        where the checkpoint is older than their step
 """
 
 from __future__ import annotations

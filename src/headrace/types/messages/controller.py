@@ -144,15 +144,5 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Message = (
-    Ready
-    | Failure
-    | Chunks
-    | Staged
-    | Committed
-    | Trained
-    | LogprobsAre
-    | SnapshotTaken
-    | Published
-    | Saved
-    | Scored
+    Ready | Failure | Chunks | Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Scored
 )

@@ -1,0 +1,96 @@
+"""What the losses' settings have in common: defaults of the contract, the KL and entropy terms, the anchor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from headrace.algo.base import Anchor, Column, LossInputs, Ratio, TokenLoss
+from headrace.algo.divergence import Estimator, estimate
+from headrace.config import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LossSection(Section):
+    """A loss that reads the columns it names, corrects nothing by itself and adds no penalty."""
+
+    reduction: ClassVar[str] = "token_mean"
+
+    def needs(self) -> frozenset[Column]:
+        """The columns it reads beyond the ones that are always there."""
+        return frozenset()
+
+    def corrects(self) -> bool:
+        """Whether its own ratio is taken against μ."""
+        return False
+
+    def select(self, whole: LossInputs) -> Tensor:
+        """The tokens it chooses from the whole batch."""
+        raise NotImplementedError(f"{type(self).__name__} selects no tokens")
+
+    def penalty(self, inputs: LossInputs) -> TokenLoss | None:
+        """What is added to every token's value after correction."""
+        return None
+
+
+class PolicyLoss(LossSection):
+    """A loss of policy optimisation: a formula in the ratio π/π_old, and two optional terms."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(π‖π_ref), added to every token; 0 asks for no reference policy."""
+    kl: Estimator = "k3"
+    """Its estimator: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref − log π."""
+    unbiased_kl: bool = False
+    """Multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus, subtracted from every token; 0 asks for no entropies."""
+
+    def columns(self) -> frozenset[Column]:
+        """The columns its formula reads, the two terms aside."""
+        return frozenset({"log_old"})
+
+    def needs(self) -> frozenset[Column]:
+        """The columns of its formula and of the terms that are switched on."""
+        columns = set(self.columns())
+        if self.kl_coef > 0:
+            columns |= {"log_ref", "log_old"} if self.unbiased_kl else {"log_ref"}
+        if self.entropy_coef > 0:
+            columns.add("entropy")
+        return frozenset(columns)
+
+    def penalty(self, inputs: LossInputs) -> TokenLoss | None:
+        """kl_coef · KL(π‖π_ref) − entropy_coef · H(π), per token."""
+        terms: list[Tensor] = []
+        metrics: dict[str, Ratio] = {}
+        count = inputs.mask_N.sum()
+        if self.kl_coef > 0:
+            assert inputs.log_ref_N is not None
+            kl_N = estimate(self.kl, inputs.log_pi_N, inputs.log_ref_N)
+            if self.unbiased_kl:
+                kl_N = inputs.log_ratio_N().exp() * kl_N
+            metrics["kl_ref"] = Ratio(kl_N.detach().masked_fill(~inputs.mask_N, 0.0).sum(), count)
+            terms.append(self.kl_coef * kl_N)
+        if self.entropy_coef > 0:
+            assert inputs.entropy_N is not None
+            terms.append(-self.entropy_coef * inputs.entropy_N)
+        if not terms:
+            return None
+        return TokenLoss(tokens_N=terms[0] if len(terms) == 1 else terms[0] + terms[1], metrics=metrics)
+
+
+class AnchoredLoss(PolicyLoss):
+    """A loss whose ratio may be taken against π_old or directly against μ."""
+
+    anchor: Anchor = "old"
+    """``"old"``: r = π/π_old, and a correction stands for π_old/μ. ``"mu"``: r = π/μ, which needs no correction."""
+
+    def columns(self) -> frozenset[Column]:
+        """The column of its anchor."""
+        return frozenset({"log_old"}) if self.anchor == "old" else frozenset({"log_mu"})
+
+    def corrects(self) -> bool:
+        """Whether the anchor is μ."""
+        return self.anchor == "mu"

@@ -1,0 +1,177 @@
+"""The objective of a step: weight · (factor · loss + penalty), summed over tokens.
+
+    once per batch          mask, dropped = usable(mask, log μ) ─▶ weights(layout) ─▶ prepare(whole), if it needs_old
+    every micro-batch       objective(inputs, weights) ─▶ .loss.backward()
+    once per batch          add(metrics of all micro-batches) ─▶ means
+
+The shares of the micro-batches add up to the batch's loss, so gradients are summed, never averaged, over micro-batches
+and ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from headrace.algo.base import BatchLayout, Column, Correction, Loss, LossInputs, LossOutput, Part, Ratio, Reduction
+from headrace.algo.config import AlgoConfig
+from headrace.algo.metrics import by_age, off_policy
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A loss, the corrections that multiply it, and the reduction that weighs it."""
+
+    loss: Loss
+    corrections: tuple[Correction, ...]
+    reduction: Reduction
+
+    @classmethod
+    def build(cls, config: AlgoConfig) -> Objective:
+        """The objective that the settings describe."""
+        return cls(config.loss, config.correction, config.reduction)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The loss and its corrections."""
+        return (self.loss, *self.corrections)
+
+    @property
+    def columns(self) -> frozenset[Column]:
+        """The columns it reads beyond the ones that are always there."""
+        return frozenset[Column]().union(*(part.needs() for part in self.parts))
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether tokens are chosen from the whole batch: the learner computes log π of all of it, then ``prepare``."""
+        return "selected" in self.columns
+
+    @property
+    def needs_ref(self) -> bool:
+        """Whether a reference policy's log-probabilities are read."""
+        return "log_ref" in self.columns
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether per-token entropies are read."""
+        return "entropy" in self.columns
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the samples of a group must be in one micro-batch, with ``groups_S``."""
+        return "pairs" in self.columns
+
+    def weights(self, layout: BatchLayout) -> Tensor:
+        """The weight of every token of the batch (N, float32), 0 outside the mask."""
+        return self.reduction(layout)
+
+    def prepare(self, whole: LossInputs) -> Tensor | None:
+        """The tokens each part chooses from the whole batch (N×P, bool): every micro-batch takes its rows of it as
+        ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if nothing chooses.
+        """
+        whole = _clean(whole)
+        if not self.needs_old:
+            return None
+        chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.needs()]
+        return whole.mask_N.new_empty((len(whole.mask_N), len(chosen))).copy_(_columns(chosen))
+
+    def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
+        """Share of the batch's loss that these samples have, with gradient; ``weights_N`` are their rows of ``weights``."""
+        self._check(inputs)
+        inputs = _clean(inputs)
+        metrics = off_policy(inputs)
+        factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
+        for correction in self.corrections:
+            factor = correction(self._own(correction, inputs))
+            factor_N = factor_N * factor.tokens_N.detach()
+            metrics.update(factor.metrics)
+            if factor.log_old_N is not None:
+                inputs = replace(inputs, log_old_N=factor.log_old_N.detach())
+        loss = self.loss(self._own(self.loss, inputs))
+        tokens_N = factor_N * loss.tokens_N
+        metrics.update(loss.metrics)
+        if (penalty := self.loss.penalty(inputs)) is not None:
+            tokens_N = tokens_N + penalty.tokens_N
+            metrics.update(penalty.metrics)
+        tokens_N = tokens_N.masked_fill(~inputs.mask_N, 0.0)
+        self._measure(inputs, factor_N, loss.clipped_N, metrics)
+        return LossOutput(loss=(weights_N * tokens_N).sum(), tokens_N=tokens_N.detach(), metrics=metrics)
+
+    def _own(self, part: Part, inputs: LossInputs) -> LossInputs:
+        """The inputs with the one column of selected tokens that is this part's."""
+        if "selected" not in part.needs():
+            return inputs
+        assert inputs.selected_NP is not None
+        mine = [p for p in self.parts if "selected" in p.needs()].index(part)
+        return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
+
+    def _check(self, inputs: LossInputs) -> None:
+        held = {
+            "log_ref": inputs.log_ref_N, "entropy": inputs.entropy_N, "selected": inputs.selected_NP,
+            "pairs": inputs.groups_S, "top_k": inputs.log_nu_NK,
+        }  # fmt: skip
+        for name in sorted(self.columns):
+            if name in held and held[name] is None:
+                raise ConfigError(f"the objective reads {name!r}, which is missing", remedy=_SOURCES[name])
+
+    def _measure(
+        self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
+    ) -> None:
+        count = inputs.mask_N.sum()
+        if self.corrections:
+            kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)
+            metrics["correction_weight"] = Ratio(kept_N.sum(), count)
+            metrics["correction_rejected"] = Ratio(count - (kept_N > 0).sum(), count)
+        if clipped_N is not None:
+            metrics.update(by_age("clip_frac", clipped_N, inputs))
+        if inputs.entropy_N is not None:
+            metrics["entropy"] = Ratio(inputs.entropy_N.detach().sum(), count)
+
+
+_SOURCES: dict[str, str] = {
+    "log_ref": "give log_ref: log-probabilities of a reference policy",
+    "entropy": "give the entropy of every token",
+    "selected": "call prepare on the whole batch first and give its rows as selected_NP",
+    "pairs": "give the group of every sample as groups_S",
+    "top_k": "give log π and log ν of the teacher's likeliest entries",
+}
+
+
+def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mask without tokens that cannot carry loss, and how many were dropped by reason (tensors, not yet read).
+
+    A token whose engine logprob is not finite leaves numerator and denominator alike: use this before ``weights``.
+    """
+    finite_N = log_mu_N.isfinite()
+    return mask_N & finite_N, {"nonfinite_logprob": (mask_N & ~finite_N).sum()}
+
+
+def _clean(inputs: LossInputs) -> LossInputs:
+    """Every column in float32 or better, 0 outside the mask: whatever lies there can have no influence."""
+    outside_N = ~inputs.mask_N
+
+    def column(x_N: Tensor | None) -> Tensor | None:
+        if x_N is None:
+            return None
+        wide = x_N if x_N.element_size() >= 4 else x_N.float()
+        return wide.masked_fill(outside_N if wide.ndim == 1 else outside_N[:, None], 0.0)
+
+    optional = {
+        name: column(getattr(inputs, name)) for name in ("log_ref_N", "entropy_N", "log_pi_NK", "log_nu_NK")
+    }
+    always = {
+        name: column(getattr(inputs, name)) for name in ("log_pi_N", "log_old_N", "log_mu_N", "advantages_N")
+    }
+    return replace(inputs, **always, **optional)
+
+
+def _columns(chosen: list[Tensor]) -> Tensor:
+    """Columns side by side."""
+    out = chosen[0].new_empty((len(chosen[0]), len(chosen)))
+    for place, column_N in enumerate(chosen):
+        out[:, place] = column_N
+    return out

@@ -1,0 +1,110 @@
+"""Who works on what, and who waits for whom: what the live view shows and the stall watchdog prints."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from headrace.clock import Clock
+from headrace.errors import StallError
+from headrace.types.observation import Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopContract:
+    """One loop of the controller, as the picture in its docstring draws it."""
+
+    name: str
+    consumes: str
+    produces: str
+    waits_for: str
+    unblocked_by: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    contract: LoopContract
+    what: str
+    since: float
+    waiting_for: str = ""
+    waited_s: float = 0.0
+
+
+class Board:
+    """The table of loops, kept by the loops themselves."""
+
+    def __init__(self, contracts: tuple[LoopContract, ...], clock: Clock) -> None:
+        self._clock = clock
+        self._rows = {
+            contract.name: _Row(contract=contract, what="not started", since=clock.now()) for contract in contracts
+        }
+        self._moved_at = clock.now()
+
+    def progress(self) -> None:
+        """Something moved: a token arrived, a group changed its place."""
+        self._moved_at = self._clock.now()
+
+    def working(self, loop: str, what: str) -> None:
+        """``loop`` has begun to work on ``what``."""
+        row = self._rows[loop]
+        row.what, row.since, row.waiting_for = what, self._clock.now(), ""
+
+    @contextmanager
+    def waiting(self, loop: str, what: str, *, on: str) -> Iterator[None]:
+        """Within this, ``loop`` waits for ``what``, which ``on`` can bring."""
+        row = self._rows[loop]
+        row.what, row.since, row.waiting_for = what, self._clock.now(), on
+        try:
+            yield
+        finally:
+            now = self._clock.now()
+            row.waited_s += now - row.since
+            row.since, row.waiting_for = now, ""
+            self._moved_at = now
+
+    def waited_s(self, loop: str) -> float:
+        """Seconds that ``loop`` has waited so far, the present wait included."""
+        row = self._rows[loop]
+        return row.waited_s + (self._clock.now() - row.since if row.waiting_for else 0.0)
+
+    def table(self) -> tuple[Wait, ...]:
+        """One row per loop, as it is now."""
+        now = self._clock.now()
+        return tuple(
+            Wait(
+                loop=name,
+                state="waiting" if row.waiting_for else "busy",
+                what=row.what,
+                since_s=now - row.since,
+                unblocked_by=row.waiting_for,
+            )
+            for name, row in self._rows.items()
+        )
+
+    async def watch(self, timeout_s: float) -> None:
+        """Raise :class:`~headrace.errors.StallError` when nothing has moved for ``timeout_s``."""
+        while True:
+            still_s = self._clock.now() - self._moved_at
+            if still_s >= timeout_s:
+                raise StallError(
+                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g})\n{self.in_words()}",
+                    remedy="look at the part named last in the chain: its log is in the run directory; "
+                    "raise run.stall_timeout_s if it is only slow",
+                )
+            await asyncio.sleep(min(1.0, timeout_s - still_s) if timeout_s > still_s else 0.0)
+
+    def in_words(self) -> str:
+        """The table, a line per loop, with what each consumes and produces."""
+        lines = []
+        for wait in self.table():
+            contract = self._rows[wait.loop].contract
+            doing = f"waits {wait.since_s:.0f} s for {wait.what}, which {wait.unblocked_by} brings"
+            if wait.state == "busy":
+                doing = f"busy {wait.since_s:.0f} s with {wait.what}"
+            lines.append(
+                f"  {wait.loop:<8} {doing}  [consumes {contract.consumes}; produces {contract.produces}; "
+                f"waits for {contract.waits_for}; unblocked by {contract.unblocked_by}]"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""Settings of the run as a whole."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.config import Section
+
+
+class RunSection(Section):
+    """How long, from which seed, where to, and what on the way."""
+
+    dir: str = ""
+    """The run's directory; empty: ``runs/`` and the date and time."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+    seed: int = Field(default=0, ge=0)
+    """Fixes the order of tasks and every draw of every sampled token."""
+    checkpoint_every: int = Field(default=50, ge=1)
+    """Steps between snapshots; there is always one at the end, and one when the run is stopped."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """How many snapshots to keep."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between evaluations on the held-out rows, while the run goes on; 0: before and after only."""
+    eval_samples: int = Field(default=1, ge=1)
+    """Attempts at each held-out row."""
+    eval_temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of evaluations; unset: that of training; 0: the most likely token."""
+    stall_timeout_s: float = Field(default=300.0, gt=0)
+    """The run ends, saying who waits for whom, when nothing has moved for this long."""

@@ -1,0 +1,199 @@
+"""The controller. One program for every world: fakes in a test, processes of one machine, a cluster, a simulator.
+
+     tasks ─▶ rollout ──finished episodes──▶ scoring ──scored groups──▶ flow ──batches──▶ learner
+                │ ▲                                                     ▲                    │ snapshot
+         prompt │ │ tokens                                  freed slots │                    ▼
+                ▼ │                                                     └──── sync ◀──── publication
+               engine ◀──── stage while decoding, commit between two steps ────┘
+
+    loop      consumes                     produces                  waits for                    unblocked by
+    rollout   slots of the flow, tasks     finished episodes         a free slot, tokens          sync, engine
+    scoring   finished episodes            groups with advantages    episodes, the scorers        rollout, workers
+    learner   batches of scored groups     versions                  a batch, a weight buffer     scoring, sync
+    sync      published versions           commits, freed slots      a publication, the commit    learner, engine
+
+Every queue is bounded by the flow's slots. Weights are published before the first rollout; a version frees its slots
+only when it is committed; the watchdog prints the table above when nothing moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from headrace.control.board import Board
+from headrace.control.config import RunSection
+from headrace.control.evaluation import Evaluator
+from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncLoop
+from headrace.control.loops.rollout import FinishedEpisodes
+from headrace.control.observer import Observer, Observers
+from headrace.control.parts import Parts
+from headrace.control.probe import measure_mismatch
+from headrace.control.recording import live_state
+from headrace.control.recovery import StartingPoint, restore_flow
+from headrace.control.saving import Saver
+from headrace.control.state import RunState
+from headrace.control.summary import Summary
+from headrace.control.summing import summarize
+from headrace.errors import CheckpointError
+from headrace.flow import Flow, FlowConfig
+from headrace.flow.ledger import Ledger, LedgerWriter
+from headrace.flow.ledger.base import Note
+from headrace.flow.policies import make_policy
+from headrace.types.observation import LiveState
+
+MAX_MISMATCH = 0.05
+"""Mean |log μ − log π| above which the probe warns: bfloat16 stays well below it."""
+
+
+class Controller:
+    """One run, from its first publication to its summary.
+
+    ``order`` says which dataset row a group number attempts; ``fingerprint`` names the configuration.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        run: RunSection,
+        flow: FlowConfig,
+        ledger: Ledger,
+        writer: LedgerWriter,
+        order: Any,
+        fingerprint: str = "",
+        observers: tuple[Observer, ...] = (),
+    ) -> None:
+        contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
+        self.state = RunState(
+            parts=parts,
+            run=run,
+            flow=Flow(
+                flow,
+                policy=make_policy(flow),
+                writer=writer,
+                clock=parts.clock,
+                last_step=run.steps,
+                pick_row=order,
+            ),
+            board=Board(contracts, parts.clock),
+            observers=Observers(observers),
+            started_s=parts.clock.now(),
+        )
+        self._ledger = ledger
+        self._writer = writer
+        finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * flow.groups_per_step * flow.group_size)
+        self._saver = Saver(self.state, fingerprint=fingerprint)
+        self._sync = SyncLoop(self.state)
+        self._rollout = RolloutLoop(self.state, finished)
+        self._scoring = ScoringLoop(self.state, finished)
+        self._learning = LearningLoop(self.state, self._sync, self._saver)
+        self._evaluator = Evaluator(
+            parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
+        )
+        self._eval_before: float | None = None
+        self._eval_after: float | None = None
+
+    def live(self) -> LiveState:
+        """The present moment, for a view."""
+        return live_state(self.state)
+
+    def stop(self) -> None:
+        """End after the step that is running, with a checkpoint that the run can resume from."""
+        self.state.ask_to_stop()
+
+    async def run(self, start: StartingPoint) -> Summary:
+        """The whole run; :meth:`summary` tells what was reached where it raises."""
+        state = self.state
+        self._note("start", f"step {start.step}")
+        if start.step >= state.run.steps:
+            raise CheckpointError(
+                f"the run has its {start.step} steps behind it (run.steps={state.run.steps})",
+                remedy=f"set run.steps > {start.step} to go on",
+            )
+        self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
+        if start.snapshot is not None:
+            self._saver.began_from(start.step)
+        await self._publish_first(start.step)
+        await self._probe(start.step)
+        self._eval_before = await self._evaluate("evaluating before training")
+        await self._train()
+        if not state.stop_asked:
+            self._eval_after = await self._evaluate("evaluating after training")
+        self._note("end", "stopped" if state.stop_asked else "finished")
+        await state.flow.flush()
+        return self.summary("stopped" if state.stop_asked else "finished")
+
+    def summary(self, status: str, cause: str = "") -> Summary:
+        """What the run came to, so far."""
+        return summarize(
+            self.state,
+            self._ledger.conservation(),
+            status=status,
+            cause=cause,
+            evals=(self._eval_before, self._eval_after),
+        )
+
+    async def _publish_first(self, version: int) -> None:
+        self.state.phase = "publishing the first weights"
+        publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
+        await self._sync.bring(publication)
+        self.state.tally.commit_gaps_s.clear()  # nothing was running that could have waited
+
+    async def _probe(self, version: int) -> None:
+        state = self.state
+        state.phase = "comparing engine and learner"
+        mismatch = await measure_mismatch(state.parts, version=version, run_seed=state.run.seed)
+        if mismatch is None:
+            return
+        state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.kl, mismatch.mean_abs
+        said = f"engine and learner at equal weights: mean |Δ logprob| {mismatch.mean_abs:.2g}, KL {mismatch.kl:.2g}"
+        state.event(f"{said}, over {mismatch.num_tokens} tokens")
+        if mismatch.mean_abs > MAX_MISMATCH:
+            state.warn(f"{said}: they do not compute the same; every ratio of the loss is off by that much")
+
+    async def _evaluate(self, phase: str) -> float | None:
+        state = self.state
+        state.phase = phase
+        version = state.flow.state.version
+        reward = await self._evaluator.mean_reward(lambda _: state.board.progress())
+        if reward is not None:
+            state.tally.evals[version] = reward
+            state.event(f"held-out mean reward {reward:.3f} at version {version}")
+        return reward
+
+    async def _train(self) -> None:
+        """The four loops and the watchdog, until the learner has made its last step."""
+        state = self.state
+        state.phase = "training"
+        state.training_from_s = state.parts.clock.now()
+        state.engine_before = state.parts.engine.stats()
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [self._rollout.run(), self._scoring.run(), self._sync.run(), self._watch()]
+                tasks = [group.create_task(loop) for loop in helpers]
+                if state.run.eval_every:
+                    tasks.append(group.create_task(self._evaluate_now_and_then()))
+                await self._learning.run()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            state.training_until_s = state.parts.clock.now()
+            state.engine_after = state.parts.engine.stats()
+
+    def _watch(self) -> Coroutine[Any, Any, None]:
+        return self.state.board.watch(self.state.run.stall_timeout_s)
+
+    async def _evaluate_now_and_then(self) -> None:
+        """Generation for training goes on meanwhile, and so do commits: the version is the one it began with."""
+        state = self.state
+        due = state.flow.state.version + state.run.eval_every
+        while True:
+            while state.flow.state.version < due:
+                await state.flow.changed.wait()
+            due = state.flow.state.version + state.run.eval_every
+            await self._evaluate("training")
+
+    def _note(self, kind: str, detail: str) -> None:
+        self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))

@@ -1,0 +1,61 @@
+"""Groups while their episodes come in."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.scored import ScoredGroup
+from headrace.types.task import Task
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenGroup:
+    """A group that is being generated and scored."""
+
+    number: int
+    task: Task
+    size: int
+    """Episodes it will have."""
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    """Those that have ended (or, where a group is scored as a whole, have finished), by index."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its episodes are there."""
+        return len(self.episodes) == self.size
+
+    @property
+    def in_order(self) -> tuple[Episode, ...]:
+        """Its episodes by index."""
+        return tuple(self.episodes[index] for index in sorted(self.episodes))
+
+
+def close_group(
+    number: int,
+    episodes: Sequence[Episode],
+    *,
+    min_episodes: int,
+    advantages: Callable[[Sequence[float]], Sequence[float]],
+) -> ScoredGroup | str:
+    """A group whose episodes have all ended, with advantages; or the reason why it cannot be trained."""
+    rewards = [episode.reward for episode in episodes if episode.status is EpisodeStatus.SCORED]
+    if len(rewards) < min_episodes:
+        return commonest_cause(episodes)
+    credited = advantages([reward for reward in rewards if reward is not None])
+    return ScoredGroup(number=number, episodes=tuple(episodes), advantages=tuple(float(value) for value in credited))
+
+
+def commonest_cause(episodes: Sequence[Episode]) -> str:
+    """The reason, without its words, that most of the failed episodes give."""
+    causes = Counter(episode.cause.partition(":")[0] for episode in episodes if episode.status is EpisodeStatus.FAILED)
+    return causes.most_common(1)[0][0] if causes else "too_few_episodes"
+
+
+def has_signal(group: ScoredGroup) -> bool:
+    """Whether its rewards differ: otherwise there is nothing to prefer."""
+    rewards = [episode.reward for episode in group.scored if episode.reward is not None]
+    return statistics.pvariance(rewards) > 0 if rewards else False

@@ -1,0 +1,40 @@
+"""What a controller controls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.clock import Clock
+from headrace.engine import Engine
+from headrace.env import Env
+from headrace.learner import Learner
+from headrace.scoring import Scorer
+from headrace.types.sampling import Sampling
+from headrace.types.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one run, behind their contracts: fakes, processes of this machine, or a cluster's."""
+
+    engine: Engine
+    learner: Learner
+    scorer: Scorer
+    env: Env
+    clock: Clock
+    tasks: Sequence[Task]
+    """The rows to train on, by row index."""
+    eval_tasks: Sequence[Task]
+    """Held-out rows; empty: no evaluation."""
+    sampling: Sampling
+    """How training samples; its seed is replaced for every turn."""
+    max_context: int
+    """Prompt and completion together may be this long."""
+    decode: Callable[[Sequence[int]], str]
+    """Ids of a completion to the text that is scored."""
+    advantages: Callable[[Sequence[float]], Sequence[float]]
+    """Rewards of a group to one advantage each."""
+    run_dir: Path
+    """Where checkpoints go."""

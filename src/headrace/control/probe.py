@@ -1,0 +1,52 @@
+"""Engine and learner are asked the same question before the first rollout: how far apart are their logprobs?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from headrace.control.parts import Parts
+from headrace.rollout import EpisodeRunner
+from headrace.types.batch import Batch
+from headrace.types.episode import EpisodeKey, EpisodeStatus
+from headrace.types.scored import paths
+
+NUM_PROBES = 8
+MAX_PROBE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The gap between engine and learner at equal weights, over sampled tokens."""
+
+    kl: float
+    """KL(μ‖π), estimator k3: mean of e^x − 1 − x with x = log π − log μ (Schulman, "Approximating KL divergence")."""
+    mean_abs: float
+    """Mean |log μ − log π|."""
+    num_tokens: int
+
+
+async def measure_mismatch(parts: Parts, *, version: int, run_seed: int) -> Mismatch | None:
+    """Sample a few short answers, let the learner compute the same logprobs; ``None`` if no task fits the context."""
+    length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
+    runner = EpisodeRunner(
+        engine=parts.engine,
+        env=parts.env,
+        sampling=msgspec.structs.replace(parts.sampling, max_new_tokens=length),
+        run_seed=run_seed + 2,  # other draws than training's and evaluation's
+        on_tokens=lambda _: None,
+    )
+    fitting = [task for task in parts.tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
+    episodes = [await runner.run(EpisodeKey(index, 0), task) for index, task in enumerate(fitting)]
+    samples = [s for episode in episodes if episode.status is EpisodeStatus.FINISHED for s in paths(episode, 0.0)]
+    if not samples:
+        return None
+    batch = Batch.collate(version, samples)
+    log_pi = (await parts.learner.logprobs(batch))[batch.mask_N].astype(np.float64)
+    log_mu = batch.logprobs_N[batch.mask_N].astype(np.float64)
+    x = np.clip(log_pi - log_mu, -20, 20)
+    return Mismatch(
+        kl=float(np.mean(np.expm1(x) - x)), mean_abs=float(np.mean(np.abs(x))), num_tokens=int(batch.mask_N.sum())
+    )

@@ -1,0 +1,123 @@
+"""The record of a step and the picture of the moment, made from the run's state."""
+
+from __future__ import annotations
+
+import statistics
+
+from headrace.control.state import WINDOW_S, RunState
+from headrace.types.group import GroupState
+from headrace.types.messages.controller import StepReport
+from headrace.types.observation import Fractions, LiveState, QueueCounts, StepRecord
+from headrace.types.scored import ScoredGroup
+
+
+def step_record(
+    state: RunState,
+    groups: list[ScoredGroup],
+    report: StepReport,
+    *,
+    ages: dict[int, int],
+    waited_s: float,
+    exposed_s: float,
+) -> StepRecord:
+    """What ``metrics.jsonl`` keeps of one step."""
+    episodes = [episode for group in groups for episode in group.scored]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    version = report.step + 1
+    return StepRecord(
+        step=report.step,
+        version=version,
+        clock_s=state.parts.clock.now(),
+        wall_s=state.wall_s,
+        reward_mean=statistics.fmean(rewards) if rewards else None,
+        reward_std=statistics.pstdev(rewards) if rewards else None,
+        reward_min=min(rewards, default=None),
+        reward_max=max(rewards, default=None),
+        eval_accuracy=state.tally.evals.get(version),
+        metrics=dict(report.metrics),
+        trained_tokens=report.trained_tokens,
+        generated_tokens=tokens_generated(state),
+        seconds=report.seconds,
+        wait_s=waited_s,
+        exposed_sync_s=exposed_s,
+        commit_gap_s=state.tally.commit_gaps_s[-1] if state.tally.commit_gaps_s else None,
+        ages=ages,
+        queue=queue_counts(state),
+        length_mean=statistics.fmean(episode.num_sampled for episode in episodes) if episodes else None,
+        dropped_groups=dict(state.flow.state.dropped),
+        dropped_tokens=dict(state.tally.dropped_tokens),
+    )
+
+
+def tokens_generated(state: RunState) -> int:
+    """Tokens sampled since the first rollout."""
+    stats = state.engine_after or state.parts.engine.stats()
+    return stats.generated_tokens - state.engine_before.generated_tokens
+
+
+def queue_counts(state: RunState) -> QueueCounts:
+    """Groups in flight."""
+    counts = state.flow.state.counts
+    return QueueCounts(
+        submitted=counts[GroupState.SUBMITTED], running=state.flow.state.num_running, ready=len(state.flow.state.ready)
+    )
+
+
+def training_s(state: RunState) -> float:
+    """Seconds since the first rollout, up to the last commit."""
+    if state.training_from_s is None:
+        return 0.0
+    return (state.training_until_s or state.parts.clock.now()) - state.training_from_s
+
+
+def fractions(state: RunState) -> Fractions:
+    """Where the time of the training phase went."""
+    wall_s = training_s(state)
+    if wall_s <= 0:
+        return Fractions()
+    stats = state.engine_after or state.parts.engine.stats()
+    busy_s = stats.busy_s - state.engine_before.busy_s
+    return Fractions(
+        engine_idle=_unit(1 - busy_s / wall_s),
+        learner_idle=_unit(state.board.waited_s("learner") / wall_s),
+        sync=_unit(state.tally.exposed_sync_s / wall_s),
+    )
+
+
+def live_state(state: RunState) -> LiveState:
+    """The present moment."""
+    now = state.parts.clock.now()
+    tally = state.tally
+    tally.recent.append((now, tokens_generated(state), tally.tokens_trained))
+    while len(tally.recent) > 2 and now - tally.recent[0][0] > WINDOW_S:
+        tally.recent.popleft()
+    (then, generated_then, trained_then), (_, generated, trained) = tally.recent[0], tally.recent[-1]
+    window_s = max(now - then, 1e-9)
+    stats = state.parts.engine.stats()
+    done = len(tally.rewards)
+    left = state.run.steps - state.flow.state.next_step
+    return LiveState(
+        steps_done=state.flow.state.next_step if state.training_until_s else max(0, state.run.steps - left),
+        steps_total=state.run.steps,
+        title=str(state.parts.run_dir),
+        phase=state.phase,
+        wall_s=state.wall_s,
+        eta_s=training_s(state) / done * left if done else None,
+        learner_version=state.flow.state.next_step,
+        engine_version=stats.version,
+        rewards=tuple(tally.rewards),
+        eval_accuracy=list(tally.evals.values())[-1] if tally.evals else None,
+        generated_tok_s=(generated - generated_then) / window_s,
+        trained_tok_s=(trained - trained_then) / window_s,
+        queue=queue_counts(state),
+        ages=dict(sorted(tally.ages.items())),
+        fractions=fractions(state),
+        waits=state.board.table(),
+        warnings=tuple(state.warnings),
+        sample=tally.last_sample,
+        sample_reward=tally.last_sample_reward,
+    )
+
+
+def _unit(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,67 @@
+"""How a run goes on after it ended, however it ended.
+
+The newest whole snapshot says which step the weights have behind them. The ledger is rolled back to it: groups of later
+steps are ready again and remember their step, so the same batches are trained again in the same order and give the same
+weights; groups that were running keep the episodes that had ended, and the rest is asked again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace import checkpoint
+from headrace.control.groups import close_group
+from headrace.control.saving import CHECKPOINTS
+from headrace.control.state import RunState
+from headrace.errors import CheckpointError
+from headrace.flow.ledger import Ledger
+from headrace.types.episode import Episode
+from headrace.types.group import GroupState
+from headrace.types.scored import ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingPoint:
+    """What a life of a run begins from."""
+
+    step: int
+    """Optimizer steps that the weights have behind them; also their version."""
+    snapshot: Path | None
+    """Where the weights are; ``None``: the model directory of the run file."""
+
+
+def starting_point(run_dir: Path) -> StartingPoint:
+    """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet."""
+    directory = run_dir / CHECKPOINTS
+    checkpoint.sweep(directory)
+    snapshot = checkpoint.latest(directory)
+    if snapshot is None:
+        return StartingPoint(step=0, snapshot=None)
+    return StartingPoint(step=checkpoint.read_state(snapshot).step, snapshot=snapshot)
+
+
+def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
+    """Put the groups back where the ledger remembers them; returns the hashes of versions committed before."""
+
+    def rebuild(number: int, episodes: tuple[Episode, ...]) -> ScoredGroup:
+        closed = close_group(
+            number, episodes, min_episodes=state.flow_config.min_episodes, advantages=state.parts.advantages
+        )
+        assert isinstance(closed, ScoredGroup), f"group {number} was ready, but its episodes say {closed}"
+        return closed
+
+    recalled = ledger.recall(start.step)
+    if start.step * state.flow_config.groups_per_step != recalled.num_released:
+        raise CheckpointError(
+            f"the snapshot is of step {start.step}, but the ledger knows {recalled.num_released} trained groups before "
+            f"it (flow.groups_per_step={state.flow_config.groups_per_step})",
+            remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
+        )
+    state.flow.restore(start.step, recalled, rebuild)
+    ready = sum(group.state is GroupState.READY for group in recalled.groups)
+    if recalled.num_submitted:
+        state.event(
+            f"resumed at step {start.step}: {ready} groups are ready, {len(recalled.groups) - ready} more go on"
+        )
+    return recalled.checksums

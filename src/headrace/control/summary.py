@@ -1,0 +1,75 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class UnitFates(msgspec.Struct, frozen=True, kw_only=True):
+    """submitted = trained + dropped + in flight."""
+
+    submitted: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+
+
+class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The conservation table."""
+
+    groups: UnitFates
+    episodes: UnitFates
+    tokens: UnitFates
+
+
+class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the engine stood still per commit, in milliseconds."""
+
+    p50: float
+    p99: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """``summary.json``. Times and fractions are of the training phase: from the first rollout to the last commit of
+    this life of the run; the ledger is of all its lives."""
+
+    status: str
+    """``finished``, ``stopped`` (Ctrl-C) or ``failed``."""
+    cause: str = ""
+    """Why it failed."""
+    eval_before: float | None
+    """Mean reward on the held-out rows before training; ``None`` without such rows."""
+    eval_after: float | None
+    reward_first: float | None
+    """Mean reward of the first step's batch."""
+    reward_last: float | None
+    """Mean reward over the last tenth of the steps (at least one)."""
+    steps: int
+    """Optimizer steps that the weights have behind them, earlier lives of the run included."""
+    tokens_generated: int
+    """Sampled for training in this life."""
+    tokens_trained: int
+    wall_s: float
+    generated_tok_s: float
+    trained_tok_s: float
+    engine_idle_frac: float
+    learner_idle_frac: float
+    commit_gap_ms: CommitGap
+    exposed_sync_frac: float
+    """Fraction of the time that the learner stood still for the sync: copying, or waiting for a free buffer."""
+    sequences_restarted: int
+    """By weight updates."""
+    max_token_age: int
+    age_histogram: dict[int, int]
+    """Trained tokens by age, of this life."""
+    mismatch_kl: float | None
+    """KL(μ‖π), estimator k3, between engine and learner at equal weights, measured at the start of this life."""
+    mismatch_abs: float | None
+    """Mean |log μ − log π| of the same tokens."""
+    ledger: LedgerSummary
+    versions: list[int]
+    """The versions committed in this life: first and last."""
+    warnings: list[str]
+    verdict: str
+    """Which side waited, in words."""
+    run_dir: str

@@ -1,0 +1,39 @@
+"""Settings of data and environment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from headrace.config import Section
+
+
+class DataConfig(Section):
+    """Where the tasks come from: one row is one task."""
+
+    path: str = ""
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file; its columns are what the reward sees. Empty where rows are handed
+    over in Python."""
+    eval_path: str = ""
+    """Held-out rows in the same form; empty: no evaluation."""
+    prompt_column: str = "prompt"
+    """The column with the prompt: text, or a list of chat messages."""
+    shuffle: bool = True
+    """Visit the rows in a new random order in every epoch."""
+
+
+class EnvConfig(Section):
+    """What an attempt is, and how it is rewarded."""
+
+    kind: Literal["single_turn"] = "single_turn"
+    """The model reads the prompt and answers once."""
+    reward: str = ""
+    """``file.py:function``: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
+    ``reward(prompts, completions, **columns) -> list``. Empty where a function is handed over in Python."""
+    reward_timeout_s: float = Field(default=60.0, gt=0)
+    """A reward that has not returned by then costs its own episode, and its worker is replaced."""
+    reward_workers: int = Field(default=1, ge=1)
+    """Processes that call the reward function."""
+    reward_concurrency: int = Field(default=64, ge=1)
+    """Calls at once in each worker; sync functions run in that many threads."""

@@ -1,0 +1,6 @@
+"""The heart: pacing, staleness, buffer and ledger."""
+
+from headrace.flow.config import FlowConfig
+from headrace.flow.flow import Admission, Flow
+
+__all__ = ["Admission", "Flow", "FlowConfig"]

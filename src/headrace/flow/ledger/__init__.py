@@ -1,0 +1,16 @@
+"""The ledger: what became of every group, episode and token, on disk as it happens."""
+
+from headrace.flow.ledger.base import Conservation, Fates, Ledger, Recalled
+from headrace.flow.ledger.sqlite import SqliteLedger
+from headrace.flow.ledger.writer import InlineWriter, LedgerWriter, ThreadedWriter
+
+__all__ = [
+    "Conservation",
+    "Fates",
+    "InlineWriter",
+    "Ledger",
+    "LedgerWriter",
+    "Recalled",
+    "SqliteLedger",
+    "ThreadedWriter",
+]

@@ -1,0 +1,53 @@
+"""Turns of an episode to bytes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.types.episode import StopReason, Turn
+from headrace.types.messages.codec import Codec
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+
+
+class _Turn(msgspec.Struct, frozen=True, kw_only=True):
+    author: str
+    ids_T: IntColumn
+    logprobs_T: FloatColumn
+    versions_T: IntColumn
+    parent: int | None
+    stop_reason: StopReason | None
+
+
+_CODEC = Codec(list[_Turn])
+
+
+def encode_turns(turns: Sequence[Turn]) -> bytes:
+    """The bytes that the ledger keeps."""
+    return _CODEC.encode(
+        [
+            _Turn(
+                author=turn.author,
+                ids_T=turn.tokens.ids_T,
+                logprobs_T=turn.tokens.logprobs_T,
+                versions_T=turn.tokens.versions_T,
+                parent=turn.parent,
+                stop_reason=turn.stop_reason,
+            )
+            for turn in turns
+        ]
+    )
+
+
+def decode_turns(data: bytes) -> list[Turn]:
+    """The turns in ``data``, token for token."""
+    return [
+        Turn(
+            author=turn.author,
+            tokens=Tokens(ids_T=turn.ids_T, logprobs_T=turn.logprobs_T, versions_T=turn.versions_T),
+            parent=turn.parent,
+            stop_reason=turn.stop_reason,
+        )
+        for turn in _CODEC.decode(data)
+    ]

@@ -1,0 +1,104 @@
+"""How the controller's event loop writes a ledger without ever waiting for a disk.
+
+Operations are recorded in the order given. ``write`` returns at once; ``flush`` waits until all of it is recorded, and
+raises what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Protocol
+
+from headrace.errors import LedgerError
+from headrace.flow.ledger.base import Ledger, Operation
+
+
+class LedgerWriter(Protocol):
+    """Takes operations for a ledger."""
+
+    def write(self, operation: Operation) -> None:
+        """Record ``operation`` after all that were given before it. Raises if an earlier one could not be recorded."""
+        ...
+
+    async def flush(self) -> None:
+        """Wait until everything given is recorded. Raises :class:`~headrace.errors.LedgerError` if it was not."""
+        ...
+
+    def close(self) -> None:
+        """Record what is left and stop."""
+        ...
+
+
+class InlineWriter:
+    """Writes at once, in the caller's thread: for ledgers in memory and for virtual time."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def write(self, operation: Operation) -> None:
+        self._ledger.apply(operation)
+
+    async def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class ThreadedWriter:
+    """Writes in one thread of its own.
+
+    What is queued is bounded by what the flow holds: a few operations per group in flight.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._queue: deque[Operation | asyncio.Future[None] | None] = deque()
+        self._given = threading.Semaphore(0)
+        self._error: LedgerError | None = None
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def write(self, operation: Operation) -> None:
+        if self._error is not None:
+            raise self._error
+        self._put(operation)
+
+    async def flush(self) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._put(done)
+        await done
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._put(None)
+        self._thread.join()
+
+    def _put(self, item: Operation | asyncio.Future[None] | None) -> None:
+        self._queue.append(item)
+        self._given.release()
+
+    def _run(self) -> None:
+        while True:
+            self._given.acquire()
+            item = self._queue.popleft()
+            if item is None:
+                return
+            if isinstance(item, asyncio.Future):
+                item.get_loop().call_soon_threadsafe(_finish, item)
+            elif self._error is None:
+                self._apply(item)
+
+    def _apply(self, operation: Operation) -> None:
+        try:
+            self._ledger.apply(operation)
+        except LedgerError as error:
+            self._error = error
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

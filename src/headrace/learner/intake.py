@@ -1,0 +1,65 @@
+"""What a batch must be before anything is computed from it.
+
+Shape legend: S samples and N tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.algo.base import BatchLayout
+from headrace.errors import RunError
+from headrace.types.batch import Batch
+
+Mask = npt.NDArray[np.bool_]
+
+
+def refuse_unfit(batch: Batch, vocab_size: int) -> None:
+    """Raise :class:`~headrace.errors.RunError` for a batch that no model with ``vocab_size`` tokens can train on."""
+    problem = _misaligned(batch) or _untrainable(batch, vocab_size)
+    if problem:
+        raise RunError(
+            f"the batch of step {batch.step} cannot be trained: {problem}; nothing was changed",
+            remedy="build batches with Batch.collate, from samples whose tokens the engine or its tokenizer made",
+        )
+
+
+def _misaligned(batch: Batch) -> str:
+    num_samples, num_tokens = len(batch.lengths_S), batch.num_tokens
+    sizes = {
+        "groups_S": (len(batch.groups_S), num_samples),
+        "episodes_S": (len(batch.episodes_S), num_samples),
+        "lengths_S (summed)": (int(batch.lengths_S.sum()), num_tokens),
+        "mask_N": (len(batch.mask_N), num_tokens),
+        "logprobs_N": (len(batch.logprobs_N), num_tokens),
+        "versions_N": (len(batch.versions_N), num_tokens),
+        "advantages_N": (len(batch.advantages_N), num_tokens),
+    }
+    wrong = [f"{name} is {size}, expected {expected}" for name, (size, expected) in sizes.items() if size != expected]
+    return wrong[0] if wrong else ""
+
+
+def _untrainable(batch: Batch, vocab_size: int) -> str:
+    outside = np.flatnonzero((batch.ids_N < 0) | (batch.ids_N >= vocab_size))
+    if len(outside):
+        return f"token {outside[0]} has id {batch.ids_N[outside[0]]}, the model knows 0 to {vocab_size - 1}"
+    lengths = batch.lengths_S.astype(np.int64)
+    starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+    first = np.flatnonzero(batch.mask_N[starts])
+    if len(first):
+        return f"the first token of sample {np.flatnonzero(lengths > 0)[first[0]]} carries loss, but follows no token"
+    unlearnable = batch.mask_N & ~np.isfinite(batch.advantages_N)
+    return f"token {np.flatnonzero(unlearnable)[0]} has a non-finite advantage" if unlearnable.any() else ""
+
+
+def layout(batch: Batch, mask_N: Mask) -> BatchLayout:
+    """What a reduction may look at, with ``mask_N`` as the tokens that carry loss."""
+    lengths = torch.from_numpy(batch.lengths_S.astype(np.int64))
+    return BatchLayout(
+        mask_N=torch.from_numpy(mask_N),
+        samples_N=torch.arange(len(lengths)).repeat_interleave(lengths),
+        episodes_S=torch.from_numpy(batch.episodes_S.astype(np.int64)),
+        groups_S=torch.from_numpy(batch.groups_S.astype(np.int64)),
+    )

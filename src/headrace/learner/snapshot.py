@@ -1,0 +1,119 @@
+"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it.
+
+Nothing in it is pickled: tensors and numbers, as safetensors. The schedule is a function of the step and needs no file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.errors import CheckpointError
+from headrace.learner.disk import SLACK_BYTES, whole_or_nothing
+from headrace.models.load import load_model
+from headrace.models.weights import weight_tensors
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken",
+)  # fmt: skip
+"""What makes a model directory usable, beside its configuration and weights."""
+
+_RANDOM_STATE = "random_state.cpu"
+_STEP = "step"
+
+
+def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """About how large a snapshot is."""
+    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    tensors = [*weight_tensors(model).values(), *moments]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
+
+
+def save(
+    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, model_dir: Path
+) -> None:
+    """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
+
+    Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
+    """
+    with whole_or_nothing(directory, num_bytes(model, optimizer)):
+        model.save_pretrained(directory)
+        for pattern in TOKENIZER_FILES:
+            for path in model_dir.glob(pattern):
+                shutil.copyfile(path, directory / path.name)
+        moments = {
+            f"{name}|{key}": value.contiguous()
+            for name, state in _states(model, optimizer).items()
+            for key, value in state.items()
+        }
+        moments[_RANDOM_STATE] = torch.get_rng_state()
+        save_file(moments, directory / OPTIMIZER_FILE, metadata={_STEP: str(step)})
+
+
+def restore_weights(directory: Path, model: PreTrainedModel) -> None:
+    """Copy the weights that were saved into ``model``, in place.
+
+    Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
+    """
+    held = weight_tensors(model)
+    saved = weight_tensors(load_model(directory, dtype=model.dtype))
+    if {name: tensor.shape for name, tensor in held.items()} != {name: t.shape for name, t in saved.items()}:
+        raise CheckpointError(
+            f"the weights in {directory} are of another model than {type(model).__name__} as configured",
+            remedy="resume with the model.path that the run was started with",
+        )
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(saved[name])
+
+
+def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Moments and random state as they were saved; the step. Rates and decays are the configuration's, not the file's.
+
+    Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged or of another model.
+    """
+    path = directory / OPTIMIZER_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            step = int(file.metadata()[_STEP])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", remedy="resume from an older snapshot, or train anew"
+        ) from None
+    random_state = tensors.pop(_RANDOM_STATE)
+    numbers = {name: number for number, name in enumerate(_names(model, optimizer))}
+    states: dict[int, dict[str, Tensor]] = {}
+    for label, tensor in tensors.items():
+        name, _, key = label.partition("|")
+        if name not in numbers:
+            raise CheckpointError(
+                f"{path} holds moments of {name}, which this model does not train",
+                remedy="resume with the model that the snapshot was made from",
+            )
+        states.setdefault(numbers[name], {})[key] = tensor
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(random_state)
+    return step
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, dict[str, Tensor]]:
+    """The optimizer's tensors of each parameter, by the parameter's name; empty before the first update."""
+    names = _names(model, optimizer)
+    return {names[number]: state for number, state in optimizer.state_dict()["state"].items()}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the optimizer's parameters, in the order in which its state counts them."""
+    names = {parameter: name for name, parameter in weight_tensors(model).items()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

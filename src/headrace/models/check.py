@@ -1,0 +1,79 @@
+"""Does an architecture give the same numbers under our attention as under its own?
+
+The question is asked of the loaded model itself, on a few tokens, because flags and names do not answer it: a layer may
+mix tokens without attention, attend to what comes later, drop the plan, or want a term we do not know.
+
+Shape legend: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.errors import ModelError
+from headrace.models.attention import NAME, PackedPlan, Rule, forward
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest relative difference of the median token; the tokens beyond it may choose other experts in low precision."""
+
+FIRST, SECOND = 3, 6
+"""Lengths of the two sequences that are packed together."""
+
+
+class _Watched:
+    """A plan that notes what each layer asks for."""
+
+    def __init__(self, plan: PackedPlan) -> None:
+        self.positions_N = plan.positions_N
+        self.rules: list[Rule] = []
+        self._plan = plan
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        self.rules.append(rule)
+        return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
+
+
+@torch.inference_mode()
+def check_packing(model: PreTrainedModel, path: str) -> None:
+    """Raise :class:`~headrace.errors.ModelError` unless a sequence packed behind another gives the logits that it gives
+    alone under the architecture's own attention."""
+    ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
+    plan = _Watched(PackedPlan([FIRST, SECOND], model.device))
+    keep = torch.arange(FIRST, FIRST + SECOND, device=model.device)
+    try:
+        packed_NV = forward(model, ids_N, plan, keep).float()
+    except (ModelError, KeyError, TypeError, ValueError) as error:
+        raise _refusal(model, path, f"a packed forward pass fails: {error}") from error
+    _refuse_strange_layers(model, path, plan.rules)
+    model.set_attn_implementation("eager")
+    alone_NV = model(input_ids=ids_N[None, FIRST:], use_cache=False).logits[0].float()
+    model.set_attn_implementation(NAME)
+    difference = ((packed_NV - alone_NV).abs().amax(-1).median() / alone_NV.abs().max()).item()
+    if difference > TOLERANCE[model.dtype]:  # a model whose weights are not finite may pass: its logits say so later
+        raise _refusal(
+            model, path, f"packed behind another, a sequence gives logits that differ by {difference:.2g} (relative)"
+        )
+
+
+def _refuse_strange_layers(model: PreTrainedModel, path: str, rules: list[Rule]) -> None:
+    layers = [rule.layer for rule in rules]
+    if sorted(layers) != list(range(model.config.num_hidden_layers)):
+        raise _refusal(
+            model,
+            path,
+            f"its {model.config.num_hidden_layers} layers must each call transformers' attention interface once, "
+            f"but the calls come from layers {layers}",
+        )
+    kinds = getattr(model.config, "layer_types", None) or []
+    blind = [rule.layer for rule in rules if kinds and kinds[rule.layer] == "sliding_attention" and not rule.window]
+    if blind:
+        raise _refusal(model, path, f"layers {blind} are of type sliding_attention but do not say their window")
+
+
+def _refusal(model: PreTrainedModel, path: str, reason: str) -> ModelError:
+    return ModelError(
+        f"model.path={path!r} is a {type(model).__name__}: {reason}",
+        remedy="use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)",
+    )

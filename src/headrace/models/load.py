@@ -1,0 +1,166 @@
+"""From a directory to a model or a tokenizer, with every way it can fail said in words.
+
+Nothing is fetched, no code of the directory runs, and weights are read from safetensors only. Importing this module
+imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import ModelError
+from headrace.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_REMEDY = "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors"
+
+
+def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
+    """The model, ready for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, dropout off.
+
+    Before it comes back it has shown, on a few tokens, that packing sequences changes nothing: each gives what it
+    gives alone, under the architecture's own attention. Raises :class:`~headrace.errors.ModelError`.
+    """
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from headrace.models import attention, check
+
+    directory = _directory(config.path)
+    _refuse_unsupported(config.path, read_config(config.path))
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(
+            f"model.path={config.path!r} holds no *.safetensors file", remedy=_safetensors_remedy(directory)
+        )
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
+        ) from error
+    _refuse_incomplete(config.path, info)
+    model = model.to(device).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    check.check_packing(model, config.path)
+    return model  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model directory ``path``; it has an end-of-sequence token."""
+    from transformers import AutoTokenizer
+
+    directory = _directory(path)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path={path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
+            remedy="copy the tokenizer's files into the model's directory",
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises bare Exception
+        raise ModelError(
+            f"the tokenizer of model.path={path!r} cannot be loaded: {type(error).__name__}: {error}",
+            remedy="copy the tokenizer's files into the model's directory again",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer of model.path={path!r} has no end-of-sequence token: no completion could ever stop",
+            remedy='set "eos_token" in tokenizer_config.json',
+        )
+    return tokenizer
+
+
+def context_length(path: str) -> int:
+    """The longest context the model of directory ``path`` was made for, in tokens (``max_position_embeddings``)."""
+    length = getattr(read_config(path), "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ModelError(
+            f"model.path={path!r}: config.json does not say max_position_embeddings", remedy="add it to config.json"
+        )
+    return length
+
+
+def read_config(path: str) -> PreTrainedConfig:
+    """The configuration of the model directory ``path``."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    file = _directory(path) / "config.json"
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}, not an object")
+        return AutoConfig.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
+    except FileNotFoundError:
+        raise ModelError(f"model.path={path!r} holds no config.json", remedy=_REMEDY) from None
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise ModelError(f"{file} cannot be used: {error}", remedy=_REMEDY) from error
+
+
+def _directory(path: str) -> Path:
+    directory = Path(path)
+    try:
+        next(directory.iterdir(), None)
+    except FileNotFoundError:
+        raise ModelError(f"model.path={path!r} does not exist", remedy=_REMEDY) from None
+    except OSError as error:
+        raise ModelError(f"model.path={path!r} cannot be read: {error.strerror}", remedy=_REMEDY) from None
+    return directory
+
+
+def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config.model_type
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    reasons = {
+        "it is an encoder-decoder": config.is_encoder_decoder,
+        "it takes more than text": config.get_text_config() is not config,
+        "transformers knows no causal language model of that type": type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING,
+        f"it has layers of type {', '.join(strange)}": strange,
+        "its weights are quantised": getattr(config, "quantization_config", None) is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ModelError(
+                f"model.path={path!r} is a {kind}: {reason}",
+                remedy="use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)",
+            )
+
+
+def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
+    """transformers fills what it does not find with random numbers and a warning."""
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(
+            f"the weights of model.path={path!r} lack {shown}, or hold them in another shape",
+            remedy="save the whole model again, or make config.json fit the weights",
+        )
+
+
+def _safetensors_remedy(directory: Path) -> str:
+    if any(directory.glob("*.bin")):
+        return "convert it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) writes safetensors"
+    return _REMEDY

@@ -1,0 +1,91 @@
+"""Small random models with a character-level tokenizer, as ordinary Hugging Face directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinySpec:
+    """What :func:`make_tiny` builds."""
+
+    vocab: str
+    """The characters of the tokenizer, each once; ids follow the three special tokens in this order."""
+    seed: int = 0
+    kind: str = "qwen3"
+    """``model_type`` of any causal language model that transformers knows."""
+    hidden_size: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 128
+    max_positions: int = 512
+    """Longest context, in tokens."""
+    init_std: float = 0.02
+    """Standard deviation of the random matrices; larger ones make the model's choices more decided."""
+    chat_template: str | None = None
+    """Jinja template of the tokenizer; ``None`` for a model of plain text."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of that kind of model, such as ``sliding_window``."""
+
+
+def make_tiny(directory: Path, spec: TinySpec) -> Path:
+    """Write model and tokenizer into ``directory``, which is made; the same spec makes the same bytes.
+
+    The tokenizer has distinct padding and end-of-sequence tokens and one token per character.
+    """
+    tokenizer = char_tokenizer(spec.vocab, spec.chat_template)
+    config = AutoConfig.for_model(
+        spec.kind,
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": spec.hidden_size,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.hidden_size // spec.num_heads,
+            "intermediate_size": spec.intermediate_size,
+            "max_position_embeddings": spec.max_positions,
+            "initializer_range": spec.init_std,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": None,
+            **spec.extra,
+        },
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def char_tokenizer(vocab: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token per character; a character outside ``vocab`` becomes ``<unk>``.
+
+    >>> tokenizer = char_tokenizer("ab c")
+    >>> tokenizer.encode("a cab"), tokenizer.decode(tokenizer.encode("a cab"))
+    ([3, 5, 6, 3, 4], 'a cab')
+    """
+    tokens = [PAD, EOS, UNK, *dict.fromkeys(vocab)]
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )

@@ -1,0 +1,38 @@
+"""What people see of a run: files that survive, a live terminal, a report with pictures, a verdict in words.
+
+    StepRecord ──▶ metrics.jsonl ─┐
+    Span       ──▶ trace.jsonl   ─┼──▶ report/report.html and its pictures
+    summary.json, config.json    ─┘
+    LiveState  ──▶ terminal
+
+Nothing here is imported by the loop; everything here reads pure data.
+"""
+
+from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
+from headrace.observe.report import write_report
+from headrace.observe.summary import age_histogram, commit_gap_ms, observed
+from headrace.observe.terminal import LiveView, PlainView, View, open_view
+from headrace.observe.trace import busy_frac, fractions, idle_frac
+from headrace.observe.verdict import Bound, Verdict, judge
+
+__all__ = [
+    "METRICS_FILE",
+    "TRACE_FILE",
+    "Bound",
+    "JsonlWriter",
+    "LiveView",
+    "PlainView",
+    "Verdict",
+    "View",
+    "age_histogram",
+    "busy_frac",
+    "commit_gap_ms",
+    "fractions",
+    "idle_frac",
+    "judge",
+    "observed",
+    "open_view",
+    "read_jsonl",
+    "read_steps",
+    "write_report",
+]

@@ -1,0 +1,136 @@
+"""Append-only files of records: one JSON object per line, flushed at once.
+
+A killed process leaves whole lines and at most one torn one at the end. The reader skips it; the writer cuts it off
+before it appends, so that it never ends up glued to the next record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import msgspec
+
+from headrace.errors import DataError, RunError
+from headrace.types.observation import StepRecord
+
+METRICS_FILE = "metrics.jsonl"
+"""Where a run directory holds its :class:`~headrace.types.observation.StepRecord` lines."""
+
+TRACE_FILE = "trace.jsonl"
+"""Where a run directory holds its :class:`~headrace.types.trace.Span` lines."""
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class JsonlWriter(Generic[R]):
+    """Appends records to one file; opening it cuts off a torn last line.
+
+    >>> import tempfile
+    >>> from headrace.types.trace import Span
+    >>> path = Path(tempfile.mkdtemp()) / "trace.jsonl"
+    >>> with JsonlWriter[Span](path) as writer:
+    ...     writer.write([Span(lane="engine", name="generate", start_s=0.0, end_s=1.5)])
+    >>> read_jsonl(path, Span)[0].end_s
+    1.5
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises :class:`~headrace.errors.RunError` if the file cannot be written."""
+        self._path = path
+        self._encoder = msgspec.json.Encoder()
+        try:
+            _cut_torn_line(path)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def write(self, records: Iterable[R]) -> None:
+        """Append ``records`` with one flush: a kill of the process after it loses nothing.
+
+        Raises :class:`~headrace.errors.RunError` where the file takes no more, a full disk for one.
+        """
+        lines = self._encoder.encode_lines(list(records))
+        if not lines:
+            return
+        try:
+            self._file.write(lines)
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _refused(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self._path} cannot be written: {error.strerror}",
+            remedy="make room on that disk and make the run directory writable, then go on with --resume",
+        )
+
+
+def read_jsonl(path: Path, kind: type[R]) -> list[R]:
+    """Every record of the file, but for a torn last line: the file of a killed or a running process.
+
+    Raises :class:`~headrace.errors.DataError` naming file and line where another line is not a ``kind``.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}", remedy="name a run directory") from None
+    decoder = msgspec.json.Decoder(kind)
+    lines = data.split(b"\n")
+    records: list[R] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if any(later.strip() for later in lines[number:]):
+                raise DataError(
+                    f"{path}, line {number} is not a {kind.__name__}: {error}",
+                    remedy="remove that line, or name the directory of a Headrace run",
+                ) from None
+    return records
+
+
+def read_steps(path: Path) -> list[StepRecord]:
+    """The steps that count, in order: a run that resumed from a checkpoint wrote some steps again, and the later line
+    is the true one. Errors as :func:`read_jsonl`."""
+    kept: list[StepRecord] = []
+    for record in read_jsonl(path, StepRecord):
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def _cut_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, 2)
+        at = end
+        while at > 0:
+            start = max(0, at - 65536)
+            file.seek(start)
+            newline = file.read(at - start).rfind(b"\n")
+            if newline >= 0:
+                at = start + newline + 1
+                break
+            at = start
+        if at < end:
+            file.truncate(at)

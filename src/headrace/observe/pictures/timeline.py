@@ -1,0 +1,164 @@
+"""What every lane did, when: the whole run, and a few steps from its middle.
+
+Shape legend: B bins of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from headrace.observe.pictures.canvas import Theme, say, time_unit
+from headrace.observe.rundata import RunData
+from headrace.observe.trace import Interval, busy, coverage, intersection, is_wait, seconds, union
+from headrace.types.trace import Span
+
+_LANES = ("engine", "learner", "scoring", "sync")
+_MOST_LANES = 8
+_BINS = 900
+_STEPS_IN_ZOOM = 5
+
+
+def draw_timeline(figure: Figure, run: RunData, theme: Theme) -> None:
+    """Two strips of lanes, one above the other; one where the run is no longer than the zoom."""
+    lanes = lanes_of(run.spans)
+    if not lanes or run.loop[0] >= run.loop[1]:
+        axes = figure.add_subplot()
+        axes.set_title("Timeline")
+        say(axes, "no trace", theme)
+        return
+    within = zoom_window(run)
+    if within == run.loop:
+        zoom = figure.add_subplot()
+        zoom.set_title("Timeline: the whole run")
+        _shares(zoom, run, lanes, theme)
+    else:
+        whole, zoom = figure.subplots(2, 1, height_ratios=(1, 1.25))
+        whole.set_title("Timeline: the whole run")
+        _strips(whole, run, lanes, within, theme)
+        zoom.set_title(f"Timeline: {_steps_in(run, within)}, the framed part above")
+    _bars(zoom, run, lanes, within, theme)
+    handles = [Patch(color=_color(lane, name, theme), label=label) for lane, name, label in _legend(run.spans, within)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=9, handlelength=1.2)
+
+
+def lanes_of(spans: Iterable[Span]) -> list[str]:
+    """The lanes that have spans, the usual ones first."""
+    present = {span.lane for span in spans}
+    known = [lane for lane in _LANES if lane in present]
+    return (known + sorted(present - set(_LANES)))[:_MOST_LANES]
+
+
+def zoom_window(run: RunData) -> Interval:
+    """About five optimizer steps in the middle of the run; all of it where it has no more."""
+    start, end = run.loop
+    trained = [span for span in run.spans if (span.lane, span.name) == ("learner", "train")]
+    trained = [span for span in trained if start <= span.start_s and span.end_s <= end]
+    if len(trained) <= _STEPS_IN_ZOOM:
+        return start, end
+    first = (len(trained) - _STEPS_IN_ZOOM) // 2
+    return trained[first].start_s, trained[first + _STEPS_IN_ZOOM].start_s
+
+
+def _strips(axes: Any, run: RunData, lanes: list[str], framed: Interval, theme: Theme) -> None:
+    start, end = run.loop
+    unit, unit_name = time_unit(end - start)
+    edges_B = np.linspace(start, end, _BINS + 1)
+    for row, lane in enumerate(lanes):
+        image = np.empty((1, _BINS, 4))
+        image[..., :3] = to_rgb(_color(lane, "", theme))
+        image[..., 3] = coverage(busy(run.spans, lane), edges_B)
+        extent = (0, (end - start) / unit, row + 0.36, row - 0.36)
+        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest", zorder=2)
+    _rows(axes, lanes)
+    _shares(axes, run, lanes, theme)
+    left, right = ((edge - start) / unit for edge in framed)
+    axes.axvspan(left, right, fill=False, ec=theme.ink, lw=1.2, zorder=6)
+    axes.set_xlim(0, (end - start) / unit)
+    axes.set_xlabel(f"{unit_name} since the first rollout")
+
+
+def _shares(axes: Any, run: RunData, lanes: list[str], theme: Theme) -> None:
+    place = {"textcoords": "offset points", "va": "center", "color": theme.faint, "fontsize": 9}
+    for row, lane in enumerate(lanes):
+        share = seconds(intersection(busy(run.spans, lane), [run.loop])) / (run.loop[1] - run.loop[0])
+        anchor = {"xy": (1, row), "xycoords": ("axes fraction", "data"), "xytext": (6, 0)}
+        axes.annotate(f"{share:.0%} busy", annotation_clip=False, **anchor, **place)
+
+
+def _bars(axes: Any, run: RunData, lanes: list[str], within: Interval, theme: Theme) -> None:
+    zero, length = run.loop[0], within[1] - within[0]
+    thinnest = length / 500
+    shown = [span for span in run.spans if span.start_s < within[1] and span.end_s > within[0]]
+    for row, lane in enumerate(lanes):
+        mine = [span for span in shown if span.lane == lane]
+        for name in sorted({span.name for span in mine}, key=_painted):
+            pieces = _drawn([span for span in mine if span.name == name], within, thinnest)
+            boxes = [(left - zero, right - left) for left, right in pieces]
+            axes.broken_barh(boxes, (row - 0.36, 0.72), color=_color(lane, name, theme), lw=0)
+        for span in mine:
+            if (lane, span.name) == ("learner", "train") and span.step >= 0:
+                _label(axes, span, row, within, zero)
+    _rows(axes, lanes)
+    axes.set_xlim(within[0] - zero, within[1] - zero)
+    axes.set_xlabel("seconds since the first rollout")
+
+
+def _painted(name: str) -> tuple[int, str]:
+    """Waits first, so that work lies over them; commits last, so that nothing hides them."""
+    return (0 if name.startswith("wait") else 2 if name == "commit" else 1), name
+
+
+def _drawn(spans: list[Span], within: Interval, thinnest: float) -> list[Interval]:
+    """The spans as bars: cut at the window, wide enough to be seen, and one where they touch."""
+    pieces = [(span.start_s, max(span.end_s, span.start_s + thinnest)) for span in spans]
+    return intersection(union(pieces), [within])
+
+
+def _label(axes: Any, span: Span, row: int, within: Interval, zero: float) -> None:
+    left, right = max(span.start_s, within[0]), min(span.end_s, within[1])
+    if right - left > 0.055 * (within[1] - within[0]):
+        middle = (left + right) / 2 - zero
+        axes.text(middle, row, f"step {span.step + 1}", ha="center", va="center", color="#1b2330", fontsize=8.5)
+
+
+def _rows(axes: Any, lanes: list[str]) -> None:
+    axes.set_yticks(range(len(lanes)), [lane.encode("ascii", "backslashreplace").decode()[:16] for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
+
+
+def _legend(spans: Iterable[Span], within: Interval) -> list[tuple[str, str, str]]:
+    """(lane, name, words) of every kind of bar in the window, a wait only once."""
+    shown = {(span.lane, span.name): span for span in spans if span.start_s < within[1] and span.end_s > within[0]}
+    order = sorted(
+        shown, key=lambda key: (is_wait(shown[key]), _LANES.index(key[0]) if key[0] in _LANES else 9, key[1])
+    )
+    entries: dict[str, tuple[str, str, str]] = {}
+    for lane, name in order:
+        words = "waiting" if is_wait(shown[lane, name]) else f"{lane}: {name}"
+        entries.setdefault(words, (lane, name, words.encode("ascii", "backslashreplace").decode()[:24]))
+    return list(entries.values())[:14]
+
+
+def _color(lane: str, name: str, theme: Theme) -> str:
+    if name.startswith("wait"):
+        return theme.wait
+    own = {
+        ("learner", "snapshot"): theme.purple,
+        ("learner", "save"): theme.faint,
+        ("engine", "commit"): theme.red,
+        ("sync", "commit"): theme.red,
+    }
+    usual = {"engine": theme.blue, "learner": theme.orange, "scoring": theme.green, "sync": theme.sky}
+    return own.get((lane, name), usual.get(lane, theme.faint))
+
+
+def _steps_in(run: RunData, within: Interval) -> str:
+    inside = [step.version for step in run.session if within[0] < step.clock_s <= within[1]]
+    return f"steps {inside[0]} to {inside[-1]}" if inside else "a part of the middle"

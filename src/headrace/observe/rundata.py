@@ -1,0 +1,113 @@
+"""What the files of a run directory say, as far as they can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import DataError, HeadraceError
+from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
+from headrace.observe.trace import Interval, fractions
+from headrace.types.observation import Fractions, StepRecord
+from headrace.types.trace import Span
+
+SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.json"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run as its directory holds it; a file that is missing or damaged leaves its field empty and a note."""
+
+    directory: Path
+    steps: list[StepRecord]
+    spans: list[Span]
+    summary: dict[str, Any]
+    config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
+
+    @cached_property
+    def session(self) -> list[StepRecord]:
+        """The steps since the run was last started: a resumed run begins a new clock."""
+        first = 0
+        for index in range(1, len(self.steps)):
+            earlier, later = self.steps[index - 1], self.steps[index]
+            if later.clock_s < earlier.clock_s or later.wall_s < earlier.wall_s:
+                first = index
+        return self.steps[first:]
+
+    @cached_property
+    def loop(self) -> Interval:
+        """From the start of the wait for the session's first batch to the end of its last step, on the spans' clock."""
+        steps = self.session
+        if steps:
+            return steps[0].clock_s - steps[0].seconds - steps[0].wait_s, steps[-1].clock_s
+        if self.spans:
+            return min(span.start_s for span in self.spans), max(span.end_s for span in self.spans)
+        return 0.0, 0.0
+
+    @cached_property
+    def fractions(self) -> Fractions | None:
+        """Where the time of the loop went, from the trace; ``None`` without one."""
+        return fractions(self.spans, self.loop) if self.spans and self.loop[0] < self.loop[1] else None
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the resolved configuration; ``None`` where it has none."""
+        table = self.config.get(section)
+        return table.get(key) if isinstance(table, dict) else None
+
+    def measured(self, key: str) -> float | None:
+        """A number of the summary; ``None`` where it has none."""
+        value = self.summary.get(key)
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def load_run(run_dir: Path) -> RunData:
+    """Raises :class:`~headrace.errors.DataError` if ``run_dir`` is no directory or holds no file of a run."""
+    names = (METRICS_FILE, TRACE_FILE, SUMMARY_FILE, CONFIG_FILE)
+    if not run_dir.is_dir() or not any((run_dir / name).exists() for name in names):
+        what = "holds no run" if run_dir.is_dir() else "is not a directory"
+        raise DataError(f"{run_dir} {what}", remedy=f"name a directory with {METRICS_FILE} in it, as a run writes it")
+    notes: list[str] = []
+    metrics, trace = run_dir / METRICS_FILE, run_dir / TRACE_FILE
+    return RunData(
+        directory=run_dir,
+        steps=_try(lambda: read_steps(metrics), metrics, [], notes),
+        spans=_try(lambda: _sound(read_jsonl(trace, Span)), trace, [], notes),
+        summary=_try(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
+        config=_try(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
+        notes=notes,
+    )
+
+
+def _try(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
+    if not path.exists():
+        notes.append(f"{path.name} is not there{_MEANING.get(path.name, '')}")
+        return empty
+    try:
+        return read()
+    except HeadraceError as error:
+        notes.append(error.problem)
+        return empty
+
+
+_MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
+
+
+def _sound(spans: list[Span]) -> list[Span]:
+    return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}", remedy="remove it, or name another run") from None

@@ -1,0 +1,98 @@
+"""Numbers and foreign text as people read them."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def visible(text: str, limit: int = 10_000) -> str:
+    """``text`` on one line, with every control, direction and format character spelled out, cut at ``limit``.
+
+    >>> visible("a\\x1b[31mb\\nc")
+    'a\\\\x1b[31mb\\\\nc'
+    """
+    cut = text[:limit]
+    shown = "".join(_spell(character) for character in cut)
+    return shown + "…" if len(text) > limit else shown
+
+
+def _spell(character: str) -> str:
+    if character == " " or unicodedata.category(character)[0] not in "CZ":
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """``value`` with ``digits`` significant digits; a dash for ``None``.
+
+    >>> number(0.71349), number(12345.6), number(None)
+    ('0.713', '12,346', '–')
+    """
+    if value is None:
+        return "–"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as people say them.
+
+    >>> duration(0.42), duration(72), duration(7384), duration(None)
+    ('0.4 s', '1 min 12 s', '2 h 03 min', '–')
+    """
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """``values`` as a row of at most ``width`` bars, each the mean of its share; a blank where nothing was measured.
+
+    >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2)
+    ('▁▃▆█', '▁█')
+    """
+    if not values or width < 1:
+        return ""
+    bins = min(width, len(values))
+    means = [_mean(values[len(values) * i // bins : len(values) * (i + 1) // bins]) for i in range(bins)]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return " " * bins
+    low, span = min(known), max(known) - min(known)
+    return "".join(" " if mean is None else _BARS[round((mean - low) / span * 7) if span else 3] for mean in means)
+
+
+def bar(frac: float, width: int) -> str:
+    """A bar that is full at 1.
+
+    >>> bar(0.5, 4)
+    '██░░'
+    """
+    full = round(min(max(frac, 0.0), 1.0) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def ages_in_words(ages: Mapping[int, int]) -> str:
+    """A histogram of ages as shares.
+
+    >>> ages_in_words({0: 30, 1: 10})
+    '0: 75%, 1: 25%'
+    """
+    total = sum(ages.values())
+    return ", ".join(f"{age}: {tokens / total:.0%}" for age, tokens in sorted(ages.items())) if total else "–"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

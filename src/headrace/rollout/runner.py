@@ -1,0 +1,78 @@
+"""One episode, from its task to its last token: the boundary at which a failure becomes a record."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from headrace.engine import Engine
+from headrace.env import Env
+from headrace.errors import RequestError
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.sampling import Sampling
+from headrace.types.task import Task
+from headrace.types.tokens import IntColumn, Tokens
+
+
+def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
+    """The seed of one sampled turn: fixed by the run's seed and the turn's place, whatever else happens.
+
+    >>> episode_seed(0, EpisodeKey(1, 2)) == episode_seed(0, EpisodeKey(1, 2))
+    True
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.index}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(slots=True, kw_only=True)
+class EnginePolicy:
+    """A policy that samples from an engine, for one episode."""
+
+    engine: Engine
+    sampling: Sampling
+    run_seed: int
+    key: EpisodeKey
+    on_tokens: Callable[[int], None]
+    """Told how many tokens have arrived, as they arrive."""
+    turns_sampled: int = 0
+
+    async def sample(self, prompt_ids_T: IntColumn, *, parent: int) -> Turn:
+        seed = episode_seed(self.run_seed, self.key, self.turns_sampled)
+        self.turns_sampled += 1
+        sampling = msgspec.structs.replace(self.sampling, seed=seed)
+        parts: list[Tokens] = []
+        stop_reason = None
+        async for chunk in self.engine.generate(prompt_ids_T, sampling):
+            parts.append(chunk.tokens)
+            stop_reason = chunk.stop_reason
+            self.on_tokens(len(chunk.tokens))
+        return Turn(author="policy", tokens=Tokens.concat(parts), parent=parent, stop_reason=stop_reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRunner:
+    """Runs episodes of one environment against one engine."""
+
+    engine: Engine
+    env: Env
+    sampling: Sampling
+    run_seed: int
+    on_tokens: Callable[[int], None]
+
+    async def run(self, key: EpisodeKey, task: Task) -> Episode:
+        """One attempt at ``task``. A request that the engine refuses fails this episode only."""
+        policy = EnginePolicy(
+            engine=self.engine, sampling=self.sampling, run_seed=self.run_seed, key=key, on_tokens=self.on_tokens
+        )
+        episode = Episode(key=key)
+        try:
+            episode.turns = await self.env.run(task, policy)
+        except RequestError as error:
+            episode.status = EpisodeStatus.FAILED
+            episode.cause = f"request_refused: {error.problem}"
+            return episode
+        episode.status = EpisodeStatus.FINISHED
+        return episode

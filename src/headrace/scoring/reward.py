@@ -1,0 +1,176 @@
+"""A user's reward function: found, understood and called."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import EnvError
+from headrace.scoring.base import Scores
+from headrace.types.messages.scorer import Score
+
+
+def reward_reference(function: Callable[..., Any]) -> str:
+    """``file.py:name`` of a function, so that a worker process can load it too."""
+    source = inspect.getsourcefile(function)
+    name = function.__qualname__
+    if source is None or not Path(source).is_file() or "<" in name or "." in name:
+        raise EnvError(
+            f"reward function {name} cannot be loaded by another process: it is not a function of a file",
+            remedy="define it with 'def' at the top level of a .py file",
+        )
+    return f"{Path(source).resolve()}:{name}"
+
+
+def split_reference(reference: str) -> tuple[Path, str]:
+    """``file.py:name`` apart; the file is checked, the code is not run."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise EnvError(
+            f"env.reward={reference!r} does not name a function", remedy="write env.reward = 'my_rewards.py:my_reward'"
+        )
+    path = Path(file)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except FileNotFoundError:
+        raise EnvError(f"env.reward={reference!r}: {file} does not exist", remedy="give the path of the file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise EnvError(f"env.reward={reference!r}: {file} cannot be read: {error}", remedy="make it readable") from None
+    except SyntaxError as error:
+        raise EnvError(f"env.reward: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
+    if name not in _top_level_names(tree):
+        raise EnvError(
+            f"env.reward={reference!r}: {file} defines no {name!r}",
+            remedy=f"name one of: {', '.join(sorted(_top_level_names(tree))) or 'nothing is defined there'}",
+        )
+    return path, name
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Assign():
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            case ast.ImportFrom() | ast.Import():
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+class RewardFunction:
+    """A reward in either form, sync or async, called the one way that the scoring stage calls it.
+
+    ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, each
+    column of the row repeated for every completion.
+    """
+
+    def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
+        parameters = inspect.signature(function).parameters
+        self._function = function
+        self._executor = executor
+        self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self._takes = set(parameters)
+        self.by_group = "completions" in parameters
+        if not self.by_group and "completion" not in parameters:
+            raise EnvError(
+                f"reward function {function!r} takes ({', '.join(parameters)})",
+                remedy="write reward(completion, **row) or reward(prompts, completions, **columns)",
+            )
+
+    async def score(self, request: Score) -> Scores:
+        """Call it; whatever it does becomes a :class:`Scores`."""
+        try:
+            returned = await self._call(request)
+        except Exception as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
+            return Scores(rewards=(), failure=f"reward_error: {_where(error, self._function)}")
+        return _check(returned if self.by_group else [returned], len(request.completions))
+
+    async def _call(self, request: Score) -> Any:
+        call = functools.partial(self._function, **self._arguments(request))
+        if self._is_async:
+            return await call()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def _arguments(self, request: Score) -> dict[str, Any]:
+        row = {key: value for key, value in request.row.items() if self._takes_any or key in self._takes}
+        if not self.by_group:
+            extra = {"prompt": request.prompt} if self._takes_any or "prompt" in self._takes else {}
+            return {**extra, **row, "completion": request.completions[0]}
+        count = len(request.completions)
+        conversational = not isinstance(request.prompt, str)
+        completions: list[Any] = list(request.completions)
+        if conversational:
+            completions = [[{"role": "assistant", "content": text}] for text in request.completions]
+        columns = {key: [value] * count for key, value in row.items() if key != "prompt"}
+        prompts = {"prompts": [request.prompt] * count} if self._takes_any or "prompts" in self._takes else {}
+        return {**columns, **prompts, "completions": completions}
+
+
+def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
+    """Import the function that ``file.py:name`` names; :class:`EnvError` says where its file fails."""
+    path, name = split_reference(reference)
+    spec = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
+        raise EnvError(
+            f"env.reward={reference!r} cannot be imported: {_where(error, None)}", remedy="mend it"
+        ) from None
+    function = vars(module)[name]
+    if not callable(function):
+        raise EnvError(f"env.reward={reference!r} is a {type(function).__name__}", remedy="name a function")
+    return RewardFunction(function, executor)
+
+
+def _check(returned: Any, expected: int) -> Scores:
+    """What a reward function returned, as rewards."""
+    try:
+        values = list(returned)
+    except TypeError:
+        return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
+    if len(values) != expected:
+        return Scores(rewards=(), failure=f"reward_error: returned {len(values)} rewards for {expected} completions")
+    rewards: list[float | None] = []
+    for value in values:
+        if value is None:
+            rewards.append(None)
+            continue
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return Scores(rewards=(), failure=f"reward_error: returned a {type(value).__name__}, not a number")
+        if not math.isfinite(number):
+            return Scores(rewards=(), failure=f"reward_nan: returned {number}")
+        rewards.append(number)
+    return Scores(rewards=tuple(rewards))
+
+
+def _where(error: BaseException, function: Callable[..., Any] | None) -> str:
+    """``Kind: words at file.py:12``: the deepest frame that is the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((str(Path(__file__).parent), "<frozen"))]
+    source = inspect.getsourcefile(inspect.unwrap(function)) if function is not None else None
+    users = [frame for frame in own if source is None or Path(frame.filename) == Path(source)] or own
+    place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+    words = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {words}{place}" if words else f"{type(error).__name__}{place}"

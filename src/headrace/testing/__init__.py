@@ -1,0 +1,6 @@
+"""Fakes for tests: every part of a run, in virtual time, behind the same contracts as the real ones."""
+
+from headrace.testing.fakes import FakeEngine, FakeLearner, FakeScorer, fake_parts
+from headrace.testing.lengths import lognormal_lengths
+
+__all__ = ["FakeEngine", "FakeLearner", "FakeScorer", "fake_parts", "lognormal_lengths"]

@@ -1,0 +1,197 @@
+"""Fakes that take virtual time, obey the contracts, and remember what was asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.clock import VirtualClock
+from headrace.control import Parts
+from headrace.engine import TokenChunk
+from headrace.env import SingleTurn
+from headrace.errors import RequestError, WeightsError
+from headrace.learner.base import Publication
+from headrace.scoring import Scores
+from headrace.types.batch import Batch
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import EngineStats, StepReport
+from headrace.types.sampling import Sampling
+from headrace.types.task import Task
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.types.weights import Manifest, SwapReport, WeightUpdate
+
+CHUNK_TOKENS = 16
+_EMPTY = Manifest(entries=(), total_bytes=0)
+
+
+class FakeEngine:
+    """Emits tokens at a constant rate per sequence. The id of each is the version that sampled it, modulo 1,000.
+
+    ``length`` gives the length of a completion by its seed.
+    """
+
+    def __init__(self, *, token_s: float = 0.01, length: Callable[[int], int] = lambda _: 16) -> None:
+        self._token_s = token_s
+        self._length = length
+        self._staged = -1
+        self._stats = EngineStats()
+        self.commits: list[int] = []
+
+    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        if self._stats.version < 0:
+            raise RequestError("no weights are committed", remedy="publish before the first rollout")
+        wanted = self._length(sampling.seed)
+        total = min(wanted, sampling.max_new_tokens)
+        self._count(running=1)
+        try:
+            sent = 0
+            while sent < total:
+                size = min(CHUNK_TOKENS, total - sent)
+                version = self._stats.version
+                await asyncio.sleep(size * self._token_s)
+                sent += size
+                self._count(generated_tokens=size, busy_s=size * self._token_s)
+                yield TokenChunk(tokens=_tokens(version, size), stop_reason=_reason(sent, total, wanted))
+        finally:
+            self._count(running=-1)
+
+    async def stage(self, update: WeightUpdate) -> float:
+        if update.version <= self._stats.version:
+            raise WeightsError(f"version {update.version} is old", remedy="publish versions in order")
+        await asyncio.sleep(self._token_s)
+        self._staged = update.version
+        return self._token_s
+
+    async def commit(self, version: int) -> SwapReport:
+        if version != self._staged:
+            raise WeightsError(f"version {version} is not staged", remedy="stage it first")
+        await asyncio.sleep(0)
+        self._stats = msgspec.structs.replace(self._stats, version=version)
+        self.commits.append(version)
+        return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def _count(self, **by: float) -> None:
+        changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in by.items()}
+        self._stats = msgspec.structs.replace(self._stats, **changed)
+
+
+def _tokens(version: int, size: int) -> Tokens:
+    return Tokens(
+        ids_T=np.full(size, version % 1000, np.int32),
+        logprobs_T=np.full(size, -1.0, np.float32),
+        versions_T=np.full(size, version, np.int32),
+    )
+
+
+def _reason(sent: int, total: int, wanted: int) -> StopReason | None:
+    if sent < total:
+        return None
+    return StopReason.STOP if wanted == total else StopReason.LENGTH
+
+
+class FakeLearner:
+    """Takes a constant time per token; its "weights" are a hash of every batch it has trained, in order."""
+
+    def __init__(self, *, token_s: float = 0.0001, snapshot_s: float = 0.001) -> None:
+        self._token_s = token_s
+        self._snapshot_s = snapshot_s
+        self.weights = "0" * 32
+        self.batches: list[Batch] = []
+
+    async def train(self, batch: Batch) -> StepReport:
+        seconds = batch.num_tokens * self._token_s
+        await asyncio.sleep(seconds)
+        self.batches.append(batch)
+        digest = hashlib.blake2b(self.weights.encode(), digest_size=16)
+        for column in (batch.ids_N, batch.logprobs_N, batch.versions_N, batch.advantages_N):
+            digest.update(column.tobytes())
+        self.weights = digest.hexdigest()
+        return StepReport(
+            step=batch.step, metrics={}, trained_tokens=batch.num_loss_tokens, dropped_tokens={}, seconds=seconds
+        )
+
+    async def logprobs(self, batch: Batch) -> FloatColumn:
+        return batch.logprobs_N
+
+    async def snapshot(self, version: int, slot: int) -> Publication:
+        await asyncio.sleep(self._snapshot_s)
+        return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
+
+    async def published(self, publication: Publication) -> WeightUpdate:
+        await asyncio.sleep(self._snapshot_s)
+        return WeightUpdate(
+            version=publication.version,
+            slot=publication.slot,
+            path="",
+            manifest=_EMPTY,
+            checksums=(int(self.weights[:15], 16),),
+        )
+
+    async def save(self, directory: Path) -> None:
+        (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
+
+    def restore(self, directory: Path) -> None:
+        """Go on from a snapshot."""
+        self.weights = (directory / "weights.txt").read_text(encoding="utf-8")
+
+
+class FakeScorer:
+    """Rewards each completion by a function of its text, after a while."""
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 0.1,
+        reward: Callable[[str], float | None] = lambda text: float(len(text) % 2),
+        by_group: bool = False,
+    ) -> None:
+        self._seconds = seconds
+        self._reward = reward
+        self.by_group = by_group
+
+    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        await asyncio.sleep(self._seconds)
+        return Scores(rewards=tuple(self._reward(text) for text in completions))
+
+
+def fake_parts(
+    run_dir: Path,
+    *,
+    engine: FakeEngine | None = None,
+    learner: FakeLearner | None = None,
+    scorer: FakeScorer | None = None,
+    num_tasks: int = 32,
+) -> Parts:
+    """Every part of a run as a fake, for :func:`headrace.clock.run_virtual`; must be called inside it."""
+    tasks = [
+        Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
+        for index in range(num_tasks)
+    ]
+    return Parts(
+        engine=engine or FakeEngine(),
+        learner=learner or FakeLearner(),
+        scorer=scorer or FakeScorer(),
+        env=SingleTurn(),
+        clock=VirtualClock(),
+        tasks=tasks,
+        eval_tasks=[],
+        sampling=Sampling(max_new_tokens=1024),
+        max_context=2048,
+        decode=lambda ids: "x" * len(ids),
+        advantages=_centred,
+        run_dir=run_dir,
+    )
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]

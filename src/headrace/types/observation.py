@@ -1,0 +1,143 @@
+"""What a run shows of itself: one record per optimizer step, and one picture of the present moment.
+
+Both are pure data. The controller fills them; whoever watches (a file, a terminal, a report) reads them.
+A number that is not finite is written to files as ``null`` and read back as ``None``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+
+class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups in flight, by where they stand."""
+
+    submitted: int = 0
+    """Known, but not yet admitted."""
+    running: int = 0
+    """Being generated or scored."""
+    ready: int = 0
+    """Scored, and waiting to be trained."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step: one line of ``metrics.jsonl``."""
+
+    step: int
+    """From 0."""
+    version: int
+    """The version that the step made: ``step + 1``."""
+    clock_s: float
+    """When the step ended, on the machine's clock: the zero that spans have."""
+    wall_s: float
+    """Seconds since the run started, at the end of the step."""
+    reward_mean: float | None = None
+    """Over the episodes of the step's batch; ``None`` where nothing was scored."""
+    reward_std: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    eval_accuracy: float | None = None
+    """Mean reward on held-out tasks under the version that this step made; ``None`` where none was measured."""
+    metrics: Mapping[str, float | None] = {}
+    """What loss, correction and optimizer report: ``loss``, ``grad_norm``, ``clip_frac``, ``lr``, ``mismatch_kl``."""
+    trained_tokens: int = 0
+    """Tokens that carried loss in this step."""
+    generated_tokens: int = 0
+    """Tokens that the engine has sampled since the run started."""
+    seconds: float = 0.0
+    """Forward, backward and update."""
+    wait_s: float = 0.0
+    """How long the learner waited for this step's batch."""
+    exposed_sync_s: float = 0.0
+    """How long the learner stood still for the sync after the step: the copy of its weights."""
+    commit_gap_s: float | None = None
+    """How long the engine stood still to commit the latest version; ``None`` where none has been committed since the
+    last step."""
+    ages: dict[int, int] = {}
+    """Tokens that carried loss, by age in versions."""
+    queue: QueueCounts = QueueCounts()
+    """At the end of the step."""
+    length_mean: float | None = None
+    """Sampled tokens per episode of the batch."""
+    dropped_groups: dict[str, int] = {}
+    """Groups dropped since the run started, by reason."""
+    dropped_tokens: dict[str, int] = {}
+    """Sampled tokens dropped since the run started, by reason."""
+
+
+class Fractions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time went, each a fraction of one interval between 0 and 1."""
+
+    engine_idle: float = 0.0
+    """The engine ran no step."""
+    learner_idle: float = 0.0
+    """The learner neither trained nor copied its weights."""
+    scoring: float = 0.0
+    """Engine and learner both stood idle while a reward was being computed."""
+    sync: float = 0.0
+    """Somebody stood still for the sync: the learner copied its weights, the engine committed, or both waited while a
+    version was on its way."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What one loop does at this moment: one row of the table of who waits for whom."""
+
+    loop: str
+    """``rollout``, ``scoring``, ``learner``, ``sync``."""
+    state: Literal["busy", "waiting"]
+    what: str
+    """What it works on or waits for."""
+    since_s: float
+    """For how many seconds already."""
+    unblocked_by: str = ""
+    """Who can end the wait; empty when busy."""
+
+
+class LiveState(msgspec.Struct, frozen=True, kw_only=True):
+    """The present moment, for a view that is drawn a few times a second."""
+
+    steps_done: int
+    steps_total: int
+    title: str = ""
+    """Name of the run."""
+    phase: str = ""
+    """What the run as a whole is at: ``starting``, ``evaluating``, ``training``, ``saving``."""
+    wall_s: float = 0.0
+    """Seconds since the run started."""
+    eta_s: float | None = None
+    """Seconds until the last step, if things go on like this; ``None`` while nobody can tell."""
+    learner_version: int = -1
+    engine_version: int = -1
+    """The committed version; −1 before the first."""
+    rewards: tuple[float | None, ...] = ()
+    """Mean reward of every step so far."""
+    eval_accuracy: float | None = None
+    """The latest one measured."""
+    generated_tok_s: float = 0.0
+    """Tokens per second that the engine samples, over a recent window."""
+    trained_tok_s: float = 0.0
+    """Tokens per second that the learner trains, over a recent window."""
+    queue: QueueCounts = QueueCounts()
+    ages: dict[int, int] = {}
+    """Trained tokens since the run started, by age in versions."""
+    fractions: Fractions | None = None
+    """Since the first rollout; ``None`` before it."""
+    waits: tuple[Wait, ...] = ()
+    """One row per loop."""
+    warnings: tuple[str, ...] = ()
+    """The latest last."""
+    sample: str = ""
+    """A completion that the policy wrote lately: text of a model, never to be trusted."""
+    sample_reward: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something worth one line when it happens: a commit refused, an evaluation, a checkpoint, a group dropped."""
+
+    wall_s: float
+    """Seconds since the run started."""
+    text: str
+    level: Literal["info", "warning"] = "info"

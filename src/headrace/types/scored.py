@@ -1,0 +1,62 @@
+"""A group whose every episode has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.types.batch import TrainSample
+from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The episodes that share a baseline, with what each is credited."""
+
+    number: int
+    episodes: tuple[Episode, ...]
+    """All of them, failed ones included."""
+    advantages: tuple[float, ...]
+    """One per scored episode, in order."""
+
+    @property
+    def scored(self) -> list[Episode]:
+        """The episodes that have a reward."""
+        return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
+
+    def oldest_version(self, default: int) -> int:
+        """The oldest version that sampled a token of a scored episode; ``default`` if nothing was sampled."""
+        oldest = [versions[0] for episode in self.scored if (versions := episode.versions()) is not None]
+        return min(oldest, default=default)
+
+    def samples(self) -> list[TrainSample]:
+        """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only."""
+        samples: list[TrainSample] = []
+        for episode, advantage in zip(self.scored, self.advantages, strict=True):
+            samples += paths(episode, advantage)
+        return samples
+
+
+def paths(episode: Episode, advantage: float) -> list[TrainSample]:
+    """The root-to-leaf paths of ``episode`` as train samples."""
+    trained: set[int] = set()
+    samples: list[TrainSample] = []
+    for leaf in episode.leaves():
+        path = episode.path(leaf)
+        turns = [episode.turns[index].tokens for index in path]
+        masks = [
+            turn.sampled_T if index not in trained else np.zeros(len(turn), bool)
+            for index, turn in zip(path, turns, strict=True)
+        ]
+        trained.update(path)
+        samples.append(
+            TrainSample(
+                key=episode.key,
+                tokens=Tokens.concat(turns),
+                mask_T=np.concatenate(masks),
+                advantage=advantage,
+            )
+        )
+    return samples

@@ -1,0 +1,119 @@
+"""Every rule of the gate finds what it is for, and leaves alone what is right."""
+
+from textwrap import dedent
+
+import pytest
+
+from tools.gate import Source, check
+from tools.gate.imports import optional_imports, optional_packages
+
+HERE = "src/headrace/flow/made_up.py"
+
+
+def found(code: str, path: str = HERE) -> list[str]:
+    return [finding.rule for finding in check([Source(path, dedent(code))])]
+
+
+def function(num_lines: int) -> str:
+    return "def f() -> None:\n" + "    print()\n" * (num_lines - 1)
+
+
+def deep(levels: int) -> str:
+    return "def f() -> None:\n" + "".join(f"{'    ' * n}if n:\n" for n in range(1, levels + 1)) + "    " * 20 + "pass\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "rule"),
+    [
+        ("x = 1\n" * 401, "file"),
+        (function(51), "function"),
+        ("def f(a, b, c, d, e, f): ...", "parameters"),
+        ("class A:\n    def f(self, a, b, c, *, d, e, f): ...", "parameters"),
+        (deep(4), "nesting"),
+        ("from headrace.learner.base import Learner", "import"),
+        ("def f():\n    from headrace import learner", "import"),
+        ("from ..learner import base", "import"),
+        ("import headrace", "import"),
+        ("import torch.nn", "import"),
+        ("import asyncio\nasyncio.get_running_loop().create_task(f())", "task"),
+        ("def f(loop): loop.create_task(f())", "task"),
+        ("asyncio.Queue()", "queue"),
+        ("asyncio.Queue(maxsize=0)", "queue"),
+        ("queue.SimpleQueue()", "queue"),
+        ("np.random.default_rng()", "random"),
+        ("torch.randn(3)", "random"),
+        ("hasattr(x, 'y')", "getattr"),
+        ("getattr(x, 'y', None)", "getattr"),
+        ("import time\ntime.sleep(1)", "sleep"),
+        ("load('x', trust_remote_code=True)", "remote-code"),
+        ("load('x', trust_remote_code=flag)", "remote-code"),
+        ("import os  # noqa: F401", "reason"),
+        ("class C(Section):\n    lr: float = 0.1", "field"),
+        ("@dataclass\nclass C:\n    waited: float", "field"),
+        ("class C(msgspec.Struct):\n    step: int | None", "field"),
+        ("class P(Protocol):\n    def f(self) -> None: ...", "contract"),
+        ("x = 1  # gate: queue - there is none", "excuse"),
+    ],
+)
+def test_rule_finds_its_offence(code: str, rule: str) -> None:
+    assert found(code) == [rule]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 1\n" * 400,
+        function(50),
+        'def f() -> None:\n    """One.\n' + "\n" * 60 + '    """\n',
+        "class A:\n    def f(self, a, b, c, d, e): ...",
+        deep(3),
+        "def f():\n    if a: pass\n" + "".join(f"    elif n == {n}: pass\n" for n in range(9)),
+        "from headrace.types.batch import Batch",
+        "from headrace import __version__",
+        "from headrace.flow import state",
+        "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(f())",
+        "def f(tasks: asyncio.TaskGroup): tasks.create_task(f())",
+        "asyncio.Queue(maxsize=n)",
+        "asyncio.Queue(8)",
+        "np.random.default_rng(seed)",
+        "torch.randn(3, generator=rng)",
+        "getattr(x, name)",
+        "load('x', trust_remote_code=False)",
+        "import os  # noqa: F401 - its import has an effect",
+        'class C(Section):\n    lr: float = 0.1\n    """Peak."""',
+        "@dataclass\nclass C:\n    waited_s: float\n    state: GroupState",
+        'class P(Protocol):\n    def f(self) -> None:\n        """Do f."""',
+        "asyncio.Queue()  # gate: queue - one entry for each of a fixed set of keys",
+        "# gate: getattr - adapts foreign objects\nhasattr(x, 'y')\nhasattr(x, 'z')",
+    ],
+)
+def test_rule_leaves_alone_what_is_right(code: str) -> None:
+    assert found(code) == []
+
+
+def test_hard_limit_knows_no_excuse() -> None:
+    assert found("# gate: file - because\n" + "x = 1\n" * 600) == ["file", "excuse"]
+    assert found("# gate: function - because\n" + function(81)) == ["excuse", "function"]
+
+
+def test_unknown_room_is_found() -> None:
+    assert found("x = 1", "src/headrace/utils/misc.py") == ["import"]
+
+
+def test_verb_may_have_many_flags() -> None:
+    assert found("def train(a, b, c, d, e, f): ...", "src/headrace/cli/train.py") == []
+
+
+def test_name_of_a_test_must_be_a_sentence() -> None:
+    assert found("def test_queue(): ...", "tests/flow/test_queue.py") == ["sentence"]
+
+
+def test_optional_package_is_imported_late_and_in_one_file() -> None:
+    packages = optional_packages('[project.optional-dependencies]\nparquet = ["pyarrow>=18"]\ndev = ["ruff"]')
+    assert packages == {"pyarrow"}
+    late = Source("src/headrace/env/a.py", "def f():\n    import pyarrow.parquet")
+    again = Source("src/headrace/env/b.py", "def f():\n    from pyarrow import parquet")
+    early = Source("src/headrace/env/a.py", "import pyarrow")
+    assert optional_imports([late], packages) == []
+    assert [f.path for f in optional_imports([late, again], packages)] == ["src/headrace/env/b.py"]
+    assert [f.rule for f in optional_imports([early], packages)] == ["optional"]

@@ -1,0 +1,46 @@
+"""The repository as it is now passes the gate's own checks."""
+
+import tomllib
+from pathlib import Path
+
+from tools.gate import check
+from tools.gate.imports import ROOMS, optional_imports, optional_packages
+from tools.gate.source import read
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def listed(findings: list[object]) -> str:
+    return "\n".join(["", *map(str, findings)])
+
+
+def test_library_has_no_finding() -> None:
+    sources = read(ROOT, "src")
+    assert len(sources) > 30
+    findings = check(sources)
+    assert not findings, listed([*findings])
+
+
+def test_tests_tools_and_examples_have_no_finding() -> None:
+    findings = check(read(ROOT, "tests", "tools", "examples"))
+    assert not findings, listed([*findings])
+
+
+def test_each_optional_package_has_one_home() -> None:
+    findings = optional_imports(read(ROOT, "src"), optional_packages(PYPROJECT))
+    assert not findings, listed([*findings])
+
+
+def test_rooms_stand_in_the_list_once() -> None:
+    assert len(ROOMS) == len(set(ROOMS))
+
+
+def test_constraints_pin_every_dependency_of_ci_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads(PYPROJECT)["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    missing = {need.partition(">")[0].partition("[")[0].lower() for need in needs} - pinned.keys()
+    assert not missing
+    assert pinned["torch"] == "2.13.0"

@@ -1,0 +1,1 @@
+"""What the developers of Headrace run; no part of the library."""

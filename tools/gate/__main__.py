@@ -1,0 +1,15 @@
+"""``python -m tools.gate``: print every finding; exit 1 if there is one."""
+
+import sys
+from pathlib import Path
+
+from tools.gate import check
+from tools.gate.imports import optional_imports, optional_packages
+from tools.gate.source import read
+
+root = Path(__file__).parents[2]
+library = read(root, "src")
+findings = check([*library, *read(root, "tests", "tools", "examples")])
+findings += optional_imports(library, optional_packages((root / "pyproject.toml").read_text(encoding="utf-8")))
+print("\n".join(map(str, findings)) or "gate: nothing found")
+sys.exit(bool(findings))

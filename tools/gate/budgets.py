@@ -1,0 +1,86 @@
+"""Sizes: a file, a function, its parameters and its nesting fit in one head."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tools.gate.source import Finding, FunctionNode, Source
+
+FILE_LINES, FILE_LINES_HARD = 400, 600
+FUNCTION_LINES, FUNCTION_LINES_HARD = 50, 80
+"""Without the docstring."""
+PARAMETERS = 5
+"""Besides self or cls."""
+NESTING = 3
+
+_BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+
+
+def budgets(source: Source) -> Iterator[Finding]:
+    """Rules ``file``, ``function``, ``parameters`` and ``nesting``; the hard limits know no excuse."""
+    num_lines = len(source.text.splitlines())
+    if num_lines > FILE_LINES:
+        yield source.find(
+            "file", 1, f"{num_lines} lines, {FILE_LINES} are allowed: split it", hard=num_lines > FILE_LINES_HARD
+        )
+    for function in source.functions:
+        yield from _function(source, function)
+
+
+def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
+    num_lines = length(function)
+    if num_lines > FUNCTION_LINES:
+        text = f"{function.name} has {num_lines} lines, {FUNCTION_LINES} are allowed: split it"
+        yield source.find("function", function, text, hard=num_lines > FUNCTION_LINES_HARD)
+    count = num_parameters(function)
+    # the parameters of a verb are its flags: a user reads them, no caller does
+    is_verb = source.room == "cli" and not function.name.startswith("_")
+    if count > PARAMETERS and not is_verb:
+        text = f"{function.name} has {count} parameters, {PARAMETERS} are allowed: make a record"
+        yield source.find("parameters", function, text)
+    depth = nesting(function.body)
+    if depth > NESTING:
+        text = f"{function.name} nests {depth} deep, {NESTING} is allowed: name the inner part"
+        yield source.find("nesting", function, text)
+
+
+def length(function: FunctionNode) -> int:
+    """Lines from ``def`` to the end, without the docstring."""
+    end = function.end_lineno or function.lineno
+    first = function.body[0]
+    has_docstring = ast.get_docstring(function, clean=False) is not None
+    docstring = (first.end_lineno or first.lineno) - first.lineno + 1 if has_docstring else 0
+    return end - function.lineno + 1 - docstring
+
+
+def num_parameters(function: FunctionNode) -> int:
+    """Parameters besides ``self`` and ``cls``."""
+    args = function.args
+    named = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if arg]
+    return len(named) - (named[:1] in (["self"], ["cls"]))
+
+
+def nesting(body: list[ast.stmt]) -> int:
+    """How deep blocks stand in blocks; ``elif`` adds nothing, a nested function counts for itself."""
+    return max((_depth(statement) for statement in body), default=0)
+
+
+def _depth(statement: ast.AST) -> int:
+    if isinstance(statement, _SCOPES):
+        return 0
+    inner = max(
+        (_depth(child) for child in ast.iter_child_nodes(statement) if not _is_elif(statement, child)), default=0
+    )
+    chained = max((_depth(child) for child in ast.iter_child_nodes(statement) if _is_elif(statement, child)), default=0)
+    return max(inner + isinstance(statement, _BLOCKS), chained)
+
+
+def _is_elif(parent: ast.AST, child: ast.AST) -> bool:
+    return (
+        isinstance(parent, ast.If)
+        and isinstance(child, ast.If)
+        and parent.orelse == [child]
+        and child.col_offset == parent.col_offset
+    )

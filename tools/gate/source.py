@@ -1,0 +1,131 @@
+"""One file of code, parsed once, and what a rule may say about it."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+_EXCUSE = re.compile(r"#\s*gate:\s*(?P<rule>[a-z-]+)\s+-\s+(?P<reason>\S.*)")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a rule found."""
+
+    rule: str
+    path: str
+    line: int
+    text: str
+    hard: bool = False
+    """No excuse helps."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: [{self.rule}] {self.text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excuse:
+    """A comment that excuses a rule, with its reason."""
+
+    rule: str
+    line: int
+    whole_file: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """The code of one file; ``path`` is relative to the root of the repository."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def comments(self) -> list[tuple[int, int, str]]:
+        """Line, column and text of every comment."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [(token.start[0], token.start[1], token.string) for token in tokens if token.type == tokenize.COMMENT]
+
+    @cached_property
+    def functions(self) -> list[FunctionNode]:
+        """Every function and method, nested ones too."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
+
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
+        """Every class, nested ones too."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def calls(self) -> list[tuple[str, ast.Call]]:
+        """Every call, with the dotted name of what is called (empty where it has none)."""
+        return [(dotted(node.func), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+
+    @property
+    def room(self) -> str:
+        """The room of the library that it belongs to; ``headrace`` for the package itself, empty outside of it."""
+        parts = Path(self.path).with_suffix("").parts
+        if parts[:2] != ("src", "headrace"):
+            return ""
+        return "headrace" if parts[2:] in ((), ("__init__",)) else parts[2]
+
+    def excuses(self) -> Iterator[Excuse]:
+        """The comments that excuse a rule."""
+        for line, column, comment in self.comments:
+            if match := _EXCUSE.match(comment):
+                yield Excuse(rule=match["rule"], line=line, whole_file=column == 0)
+
+    def find(self, rule: str, node: ast.AST | int, text: str, *, hard: bool = False) -> Finding:
+        """A finding at ``node``, or at a line."""
+        line = node if isinstance(node, int) else int(getattr(node, "lineno", 1))
+        return Finding(rule=rule, path=self.path, line=line, text=text, hard=hard)
+
+
+Rule = Callable[[Source], Iterable[Finding]]
+
+
+def read(root: Path, *folders: str) -> list[Source]:
+    """Every Python file under ``folders`` of the repository at ``root``."""
+    paths = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+    return [Source(str(path.relative_to(root)), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def excuse(source: Source, findings: Iterable[Finding]) -> list[Finding]:
+    """``findings`` less the excused ones; plus one for every excuse that excuses nothing."""
+    excuses = list(source.excuses())
+    used: set[Excuse] = set()
+    kept: list[Finding] = []
+    for finding in findings:
+        fitting = {
+            e
+            for e in excuses
+            if e.rule == finding.rule and (e.whole_file or finding.line == e.line) and not finding.hard
+        }
+        used |= fitting
+        if not fitting:
+            kept.append(finding)
+    kept += [source.find("excuse", e.line, f"excuses no {e.rule!r}: remove it") for e in excuses if e not in used]
+    return sorted(kept, key=lambda finding: finding.line)
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` for such an expression; empty for any other."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            left = dotted(value)
+            return f"{left}.{attr}" if left else ""
+    return ""

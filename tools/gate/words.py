@@ -1,0 +1,94 @@
+"""Words where a reader needs them: fields of records, promises of contracts, names of tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tools.gate.source import Finding, FunctionNode, Source, dotted
+
+_UNIT = re.compile(r"(_(s|ms|bytes|frac|tok_s|tokens|version|seed|std|min|max|T|N|S|G|B|L|V)|^num_\w+)$")
+"""Names that say their unit or shape themselves."""
+_SAYS_IT = re.compile(
+    r"""(?x) ^(
+    name|kind|version|steps?|call|token|pid|slot|path|directory|dtype|shape|key|problem|remedy|text|level|row
+    |seconds|tokens|prompt|request_ids?|chunks|entries|stats|spans|metrics|seed|numbers?|batch_size|max_age|lead|capacity
+    |groups?|episodes?|tasks?|rewards?|submitted|trained|dropped|in_flight
+    )$"""
+)
+"""Words of docs/glossary.md that mean the same wherever they stand."""
+_NUMBERS = frozenset({"int", "float", "complex", "NDArray", "ndarray", "Tensor"})
+"""Types that do not say what a field measures; a record, an enum, a text or a flag does."""
+
+
+def words(source: Source) -> Iterator[Finding]:
+    """Rules ``field``, ``contract`` and ``sentence``."""
+    if source.path.startswith("tests/"):
+        yield from _sentences(source)
+    if source.room:
+        for cls in source.classes:
+            yield from _fields(source, cls)
+            yield from _contract(source, cls)
+
+
+def _sentences(source: Source) -> Iterator[Finding]:
+    for function in source.functions:
+        if function.name.startswith("test_") and len(function.name.split("_")) < 4:
+            yield source.find("sentence", function, f"{function.name} is no sentence: say what holds")
+
+
+def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
+    """Every setting of a run file says what it means; a field of another record does where neither its name nor its
+    type says it, and always what ``None`` means."""
+    is_section = any(_last(base).endswith(("Section", "Config")) for base in cls.bases)
+    if not is_section and (cls.name.startswith("_") or not _is_record(cls)):
+        return
+    said = ast.get_docstring(cls) or ""
+    for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        name = field.target.id
+        needs = name != "kind" if is_section else _is_open(name, field.annotation, said)
+        if needs and not name.startswith("_") and not _is_string(after):
+            yield source.find("field", field, f"{cls.name}.{name} has no docstring: unit, shape, what None means")
+
+
+def _is_open(name: str, annotation: ast.expr, said: str) -> bool:
+    """Whether a reader still asks what the field means, after its name, its type and the words above the class."""
+    if re.search(rf"\b{name}\b", said):
+        return False
+    nodes = list(ast.walk(annotation))
+    if any(isinstance(node, ast.Constant) and node.value is None for node in nodes):
+        return "``None``" not in said
+    types = {dotted(node).rpartition(".")[2] for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    return bool(types & _NUMBERS) and not _UNIT.search(name) and not _SAYS_IT.search(name)
+
+
+def _contract(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
+    if not any(_last(base) in ("Protocol", "ABC") for base in cls.bases):
+        return
+    for method in cls.body:
+        if isinstance(method, FunctionNode) and not method.name.startswith("_") and not ast.get_docstring(method):
+            yield source.find("contract", method, f"{cls.name}.{method.name} promises nothing: write its docstring")
+
+
+def _is_record(cls: ast.ClassDef) -> bool:
+    bases = {_last(base) for base in cls.bases}
+    decorators = {_last(decorator) for decorator in cls.decorator_list}
+    return bool(bases & {"Struct", "NamedTuple", "TypedDict"}) or "dataclass" in decorators
+
+
+def _last(node: ast.expr) -> str:
+    match node:
+        case ast.Call(func=inner) | ast.Subscript(value=inner):
+            return _last(inner)
+    return dotted(node).rpartition(".")[2]
+
+
+def _is_string(statement: ast.stmt | None) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
