@@ -82,6 +82,7 @@ def test_rule_finds_its_offence(code: str, rule: str) -> None:
         "import os  # noqa: F401 - its import has an effect",
         'class C(Section):\n    lr: float = 0.1\n    """Peak."""',
         "@dataclass\nclass C:\n    waited_s: float\n    state: GroupState",
+        "class C(Section):\n    weighs: ClassVar[bool] = False",
         'class P(Protocol):\n    def f(self) -> None:\n        """Do f."""',
         "asyncio.Queue()  # gate: queue - one entry for each of a fixed set of keys",
         "# gate: getattr - adapts foreign objects\nhasattr(x, 'y')\nhasattr(x, 'z')",

@@ -48,6 +48,8 @@ def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
     for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
+        if _last(field.annotation) == "ClassVar":
+            continue
         name = field.target.id
         needs = name != "kind" if is_section else _is_open(name, field.annotation, said)
         if needs and not name.startswith("_") and not _is_string(after):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-Column = Literal["log_old", "log_mu", "log_ref", "entropy", "selected", "pairs", "top_k"]
+Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selected", "pairs", "top_k"]
 """What a formula may ask for beyond log π, advantages, mask and versions."""
 
 Anchor = Literal["old", "mu"]
@@ -93,6 +93,9 @@ class Ratio:
 
     total: Tensor
     count: Tensor | float
+
+    def __float__(self) -> float:
+        return float(self.total) / float(self.count)
 
 
 Metrics = Mapping[str, Ratio]
@@ -192,8 +195,8 @@ class LossOutput:
 
     loss: Tensor
     """Scalar with gradient; the shares of all micro-batches add up to the batch's loss."""
-    tokens_N: Tensor
-    """Corrected loss of each token, 0 outside the mask; no gradient."""
+    tokens: Tensor
+    """Corrected loss of each token in the shape of the inputs, 0 outside the mask; no gradient."""
     metrics: dict[str, Ratio]
 
 

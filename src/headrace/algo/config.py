@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pydantic
-from pydantic import Field
 
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
 from headrace.algo.bundles import expand

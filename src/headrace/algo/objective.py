@@ -11,15 +11,14 @@ and ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from headrace.algo.base import BatchLayout, Column, Correction, Loss, LossInputs, LossOutput, Part, Ratio, Reduction
 from headrace.algo.config import AlgoConfig
 from headrace.algo.metrics import by_age, off_policy
 from headrace.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +72,11 @@ class Objective:
         """The tokens each part chooses from the whole batch (N×P, bool): every micro-batch takes its rows of it as
         ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if nothing chooses.
         """
-        whole = _clean(whole)
         if not self.needs_old:
             return None
+        whole = _clean(whole)
         chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.needs()]
-        return whole.mask_N.new_empty((len(whole.mask_N), len(chosen))).copy_(_columns(chosen))
+        return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
         """Share of the batch's loss that these samples have, with gradient; ``weights_N`` are their rows of ``weights``."""
@@ -99,7 +98,7 @@ class Objective:
             metrics.update(penalty.metrics)
         tokens_N = tokens_N.masked_fill(~inputs.mask_N, 0.0)
         self._measure(inputs, factor_N, loss.clipped_N, metrics)
-        return LossOutput(loss=(weights_N * tokens_N).sum(), tokens_N=tokens_N.detach(), metrics=metrics)
+        return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
     def _own(self, part: Part, inputs: LossInputs) -> LossInputs:
         """The inputs with the one column of selected tokens that is this part's."""
@@ -141,6 +140,11 @@ _SOURCES: dict[str, str] = {
 }
 
 
+_COLUMNS = (
+    "log_pi_N", "log_old_N", "log_mu_N", "advantages_N", "log_ref_N", "entropy_N", "log_pi_NK", "log_nu_NK"
+)  # fmt: skip
+
+
 def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The mask without tokens that cannot carry loss, and how many were dropped by reason (tensors, not yet read).
 
@@ -160,18 +164,4 @@ def _clean(inputs: LossInputs) -> LossInputs:
         wide = x_N if x_N.element_size() >= 4 else x_N.float()
         return wide.masked_fill(outside_N if wide.ndim == 1 else outside_N[:, None], 0.0)
 
-    optional = {
-        name: column(getattr(inputs, name)) for name in ("log_ref_N", "entropy_N", "log_pi_NK", "log_nu_NK")
-    }
-    always = {
-        name: column(getattr(inputs, name)) for name in ("log_pi_N", "log_old_N", "log_mu_N", "advantages_N")
-    }
-    return replace(inputs, **always, **optional)
-
-
-def _columns(chosen: list[Tensor]) -> Tensor:
-    """Columns side by side."""
-    out = chosen[0].new_empty((len(chosen[0]), len(chosen)))
-    for place, column_N in enumerate(chosen):
-        out[:, place] = column_N
-    return out
+    return replace(inputs, **{name: column(getattr(inputs, name)) for name in _COLUMNS})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any, get_args
+from typing import get_args
 
 from headrace.config import Section
 from headrace.errors import ConfigError, nearest
@@ -29,9 +29,6 @@ def find(union: UnionType | type[Section], what: str, name: str) -> type[Section
     return known[name]
 
 
-def options(kind: type[Section]) -> set[str]:
+def options_of(kind: type[Section]) -> set[str]:
     """The options that a settings class has."""
     return set(kind.model_fields) - {"kind"}
-
-
-Tree = dict[str, Any]

@@ -3,7 +3,7 @@
 from headrace.control.config import RunSection
 from headrace.control.controller import Controller
 from headrace.control.observer import Observer
-from headrace.control.parts import Parts
+from headrace.control.parts import Parts, Serving
 from headrace.control.summary import Summary
 
-__all__ = ["Controller", "Observer", "Parts", "RunSection", "Summary"]
+__all__ = ["Controller", "Observer", "Parts", "RunSection", "Serving", "Summary"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.control.parts import Parts
+from headrace.control.parts import Serving
 from headrace.errors import EnvError
 from headrace.rollout import EpisodeRunner
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
@@ -19,7 +19,7 @@ MAX_AT_ONCE = 512
 class Evaluator:
     """Measures the mean reward on the held-out tasks."""
 
-    def __init__(self, parts: Parts, *, samples: int, temperature: float | None, run_seed: int) -> None:
+    def __init__(self, parts: Serving, *, samples: int, temperature: float | None, run_seed: int) -> None:
         sampling = parts.sampling
         if temperature is not None:
             sampling = msgspec.structs.replace(sampling, temperature=temperature)
@@ -69,7 +69,7 @@ class Evaluator:
         return scores.failure or (scores.rewards[0] if scores.rewards[0] is not None else "reward_none")
 
 
-def completion_text(parts: Parts, episode: Episode) -> str:
+def completion_text(parts: Serving, episode: Episode) -> str:
     """What the policy wrote in its last turn, as text; the stop token is not part of it."""
     ids = episode.turns[-1].tokens.ids_T.tolist() if episode.turns else []
     if ids and ids[-1] in parts.sampling.stop_ids:

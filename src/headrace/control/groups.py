@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.types.episode import Episode, EpisodeStatus
@@ -39,14 +39,10 @@ def close_group(
     episodes: Sequence[Episode],
     *,
     min_episodes: int,
-    advantages: Callable[[Sequence[float]], Sequence[float]],
 ) -> ScoredGroup | str:
-    """A group whose episodes have all ended, with advantages; or the reason why it cannot be trained."""
-    rewards = [episode.reward for episode in episodes if episode.status is EpisodeStatus.SCORED]
-    if len(rewards) < min_episodes:
-        return commonest_cause(episodes)
-    credited = advantages([reward for reward in rewards if reward is not None])
-    return ScoredGroup(number=number, episodes=tuple(episodes), advantages=tuple(float(value) for value in credited))
+    """A group whose episodes have all ended; or the reason why it cannot be trained."""
+    group = ScoredGroup(number=number, episodes=tuple(episodes))
+    return group if len(group.scored) >= min_episodes else commonest_cause(episodes)
 
 
 def commonest_cause(episodes: Sequence[Episode]) -> str:

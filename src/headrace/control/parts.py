@@ -12,20 +12,18 @@ from headrace.env import Env
 from headrace.learner import Learner
 from headrace.scoring import Scorer
 from headrace.types.sampling import Sampling
+from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of one run, behind their contracts: fakes, processes of this machine, or a cluster's."""
+class Serving:
+    """What it takes to attempt a task and to score the attempt."""
 
     engine: Engine
-    learner: Learner
     scorer: Scorer
     env: Env
     clock: Clock
-    tasks: Sequence[Task]
-    """The rows to train on, by row index."""
     eval_tasks: Sequence[Task]
     """Held-out rows; empty: no evaluation."""
     sampling: Sampling
@@ -34,7 +32,16 @@ class Parts:
     """Prompt and completion together may be this long."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
-    advantages: Callable[[Sequence[float]], Sequence[float]]
-    """Rewards of a group to one advantage each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts(Serving):
+    """The parts of one run, behind their contracts: fakes, processes of this machine, or a cluster's."""
+
+    learner: Learner
+    tasks: Sequence[Task]
+    """The rows to train on, by row index."""
+    advantages: Callable[[Sequence[ScoredGroup]], Sequence[float]]
+    """The groups of a batch to one advantage per scored episode, in order."""
     run_dir: Path
     """Where checkpoints go."""

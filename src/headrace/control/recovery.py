@@ -45,9 +45,7 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
     """Put the groups back where the ledger remembers them; returns the hashes of versions committed before."""
 
     def rebuild(number: int, episodes: tuple[Episode, ...]) -> ScoredGroup:
-        closed = close_group(
-            number, episodes, min_episodes=state.flow_config.min_episodes, advantages=state.parts.advantages
-        )
+        closed = close_group(number, episodes, min_episodes=state.flow_config.min_episodes)
         assert isinstance(closed, ScoredGroup), f"group {number} was ready, but its episodes say {closed}"
         return closed
 

@@ -30,7 +30,8 @@ class Learner(Protocol):
         ...
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """log π of every token of the batch's mask under the current weights and the sampling temperature; 0 elsewhere."""
+        """log π of every token of the batch's mask, under the current weights and the sampling temperature; 0
+        elsewhere."""
         ...
 
     async def snapshot(self, version: int, slot: int) -> Publication:

@@ -1,7 +1,8 @@
 """The machine behind a learner: synchronous, in one process, deterministic.
 
     batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
-          ──▶ one weight per token, over the whole batch ──▶ micro-batches (packing.py)
+          ──▶ one weight per token, over the whole batch (and the tokens chosen from all of it, where a formula asks)
+          ──▶ micro-batches (packing.py)
           ──▶ each: log π at its loss tokens (logits.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ AdamW at the schedule's rate (optim.py) ──▶ version + 1
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.algo.base import LossInputs, LossOutput
-from headrace.algo.objective import Objective
+from headrace.algo.base import Column
+from headrace.algo.objective import Objective, usable
 from headrace.clock import Clock
 from headrace.errors import ConfigError, RunError
 from headrace.learner import snapshot
 from headrace.learner.config import LearnerConfig
 from headrace.learner.intake import Mask, layout, refuse_unfit
-from headrace.learner.logits import TokenLogprobs, halves
+from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, halves
 from headrace.learner.optim import build_optimizer, learning_rate
 from headrace.learner.packing import MicroBatch, microbatches
-from headrace.learner.stats import TokenStats, step_metrics
+from headrace.learner.work import Tally, Work
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
 from headrace.types.trace import Span
 
-NON_FINITE_MU = "non-finite engine logprob"
-"""Why a token of the mask carried no loss."""
+COLUMNS: frozenset[Column] = frozenset({"log_old", "log_mu", "entropy", "selected"})
+"""What an objective may ask of this learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,19 +89,20 @@ class LearnerCore:
     def __init__(
         self, model: PreTrainedModel, config: LearnerConfig, objective: Objective, context: LearnerContext
     ) -> None:
-        if context.temperature <= 0:
-            raise ConfigError(
-                f"sampling temperature {context.temperature} leaves no distribution to learn",
-                remedy="sample training episodes at a temperature > 0 (1 is usual)",
-            )
+        _refuse_settings(objective, context.temperature)
         self.model = model.eval()
         self._config = config
         self._objective = objective
         self._context = context
         self._device = model.device
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
         probe = self._inputs(np.zeros(2, np.int64), np.array([2]))
-        self._token_logprobs = TokenLogprobs(halves(model, probe), self._vocab_size, context.temperature)
+        self._token_logprobs = TokenLogprobs(
+            halves(model, probe),
+            chunk=max(1, LOGITS_PER_CHUNK // self._vocab_size),
+            temperature=context.temperature,
+            entropy_gradient=objective.needs_entropy,
+        )
         self._optimizer = build_optimizer((p for p in model.parameters() if p.requires_grad), config)
         self._spans: list[Span] = []
         self._step = 0
@@ -134,29 +136,30 @@ class LearnerCore:
         """
         start_s = self._context.clock.now()
         self._refuse(batch)
-        mask_N = batch.mask_N & np.isfinite(batch.logprobs_N)
-        if not mask_N.any():
+        mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
+        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=self._objective.weights(layout(batch, mask)))
+        if not work.mask_N.any():
             raise RunError(
                 f"no token of the batch of step {batch.step} can carry loss: {batch.num_loss_tokens} are in its mask, "
                 "none of those has a finite engine logprob",
                 remedy="check the engine's logits for NaN (weights, dtype, temperature)",
             )
-        weights_N = self._objective.weights(layout(batch, mask_N))
-        tally = _Tally(batch, mask_N)
+        if self._objective.needs_old:
+            work = replace(work, selected_NP=self._select(work))
+        tally = Tally(work)
         with ExitStack() as undo:
             undo.callback(self._optimizer.zero_grad)
-            for micro in self._cut(batch, mask_N):
-                inputs, entropies_P = self._loss_inputs(batch, mask_N, micro)
-                output = self._objective(inputs, weights_N[micro.places_M].to(self._device))
+            for micro in self._cut(batch, work.mask_N):
+                inputs = work.inputs(micro, *self._log_pi(batch, work.mask_N, micro))
+                output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
                 output.loss.backward()
-                tally.add(micro, inputs, entropies_P, output)
+                tally.add(micro, inputs, output)
             undo.pop_all()
         seconds = self._ended("forward_backward", start_s)
-        dropped = batch.num_loss_tokens - int(mask_N.sum())
         return Gradient(
             metrics=tally.metrics(),
-            trained_tokens=int(mask_N.sum()),
-            dropped_tokens={NON_FINITE_MU: dropped} if dropped else {},
+            trained_tokens=int(work.mask_N.sum()),
+            dropped_tokens={reason: int(count) for reason, count in dropped.items() if count},
             seconds=seconds,
         )
 
@@ -175,7 +178,7 @@ class LearnerCore:
             self._optimizer.zero_grad()
             raise RunError(
                 f"step {self._step}: the global gradient norm is {grad_norm}; weights and optimizer are unchanged",
-                remedy="lower learner.lr, use model.dtype='float32', and look at log_ratio_abs_max of the steps before; "
+                remedy="lower learner.lr or set model.dtype='float32'; log_ratio_abs_max shows how it came; "
                 "the run resumes from its last snapshot",
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps)
@@ -192,12 +195,7 @@ class LearnerCore:
         """log π (N, float32) of every token of the batch's mask under the current weights and the sampling
         temperature; 0 elsewhere."""
         refuse_unfit(batch, self._vocab_size)
-        logprobs_N = np.zeros(batch.num_tokens, np.float32)
-        with torch.no_grad():
-            for micro in self._cut(batch, batch.mask_N):
-                log_pi_M, _ = self._log_pi(batch, batch.mask_N, micro)
-                logprobs_N[micro.places_M] = log_pi_M.cpu().numpy()
-        return logprobs_N
+        return self._logprobs(batch, batch.mask_N)
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
@@ -240,33 +238,26 @@ class LearnerCore:
         return {"input_ids": ids[None], "position_ids": plan.positions_N[None], PLAN: plan}
 
     def _log_pi(self, batch: Batch, mask_N: Mask, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log π (M,), 0 outside the mask, and entropies (P,). The logits before a token are those that it came from."""
+        """log π and entropies (M, each), 0 outside the mask. A token came from the logits of the one before it."""
         inputs = self._inputs(batch.ids_N[micro.places_M], micro.lengths_K)
         loss_P = torch.from_numpy(np.flatnonzero(mask_N[micro.places_M])).to(self._device)
-        log_pi_P, entropies_P = self._token_logprobs(inputs, loss_P - 1, inputs["input_ids"][0, loss_P])
+        found = self._token_logprobs(inputs, loss_P - 1, inputs["input_ids"][0, loss_P])
         zeros_M = torch.zeros(len(micro.places_M), device=self._device)
-        return zeros_M.index_copy(0, loss_P, log_pi_P), entropies_P
+        log_pi_M, entropy_M = (zeros_M.index_copy(0, loss_P, column_P) for column_P in found)
+        return log_pi_M, entropy_M
 
-    def _loss_inputs(self, batch: Batch, mask_N: Mask, micro: MicroBatch) -> tuple[LossInputs, Tensor]:
-        """π_old is π without its gradient: a batch is one update."""
-        log_pi_M, entropies_P = self._log_pi(batch, mask_N, micro)
-        places = micro.places_M
-        columns = {
-            "log_mu_N": np.where(mask_N, batch.logprobs_N, np.float32(0))[places],
-            "advantages_N": batch.advantages_N[places],
-            "mask_N": mask_N[places],
-            "samples_N": micro.local_samples_M(),
-            "versions_N": batch.versions_N[places].astype(np.int64),
-        }
-        tensors = {name: torch.from_numpy(column).to(self._device) for name, column in columns.items()}
-        inputs = LossInputs(
-            log_pi_N=log_pi_M,
-            log_old_N=log_pi_M.detach(),
-            num_samples=len(micro.lengths_K),
-            version_now=batch.step,
-            **tensors,
-        )
-        return inputs, entropies_P
+    @torch.no_grad()
+    def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
+        logprobs_N = np.zeros(batch.num_tokens, np.float32)
+        for micro in self._cut(batch, mask_N):
+            log_pi_M, _ = self._log_pi(batch, mask_N, micro)
+            logprobs_N[micro.places_M] = log_pi_M.cpu().numpy()
+        return logprobs_N
+
+    def _select(self, work: Work) -> Tensor | None:
+        """The tokens that formulas choose from the whole batch, under the present weights."""
+        log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
+        return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
     def _ended(self, name: str, start_s: float) -> float:
         if self._device.type == "cuda":
@@ -276,35 +267,15 @@ class LearnerCore:
         return end_s - start_s
 
 
-class _Tally:
-    """Gathers what the micro-batches of one batch say."""
-
-    def __init__(self, batch: Batch, mask_N: Mask) -> None:
-        self._batch = batch
-        self._mask_N = mask_N
-        self._log_pi_N = np.zeros(batch.num_tokens, np.float32)
-        self._entropy_N = np.zeros(batch.num_tokens, np.float32)
-        self._loss = 0.0
-        self._sums: dict[str, tuple[float, float]] = {}
-
-    def add(self, micro: MicroBatch, inputs: LossInputs, entropies_P: Tensor, output: LossOutput) -> None:
-        """One micro-batch's share."""
-        self._loss += float(output.loss.detach())
-        for name, ratio in output.metrics.items():
-            total, count = self._sums.get(name, (0.0, 0.0))
-            self._sums[name] = total + float(ratio.total), count + float(ratio.count)
-        places_P = micro.places_M[self._mask_N[micro.places_M]]
-        self._log_pi_N[micro.places_M] = inputs.log_pi_N.detach().cpu().numpy()
-        self._entropy_N[places_P] = entropies_P.cpu().numpy()
-
-    def metrics(self) -> dict[str, float]:
-        """The batch's."""
-        mask_N, batch = self._mask_N, self._batch
-        stats = TokenStats(
-            log_pi_L=self._log_pi_N[mask_N],
-            log_mu_L=batch.logprobs_N[mask_N],
-            entropy_L=self._entropy_N[mask_N],
-            ages_L=batch.step - batch.versions_N[mask_N].astype(np.int64),
+def _refuse_settings(objective: Objective, temperature: float) -> None:
+    if temperature <= 0:
+        raise ConfigError(
+            f"sampling temperature {temperature} leaves no distribution to learn",
+            remedy="sample training episodes at a temperature > 0 (1 is usual)",
         )
-        averages = {name: total / count for name, (total, count) in self._sums.items() if count}
-        return {"loss": self._loss, "tokens": float(batch.num_tokens), **averages, **step_metrics(stats)}
+    missing = sorted(objective.columns - COLUMNS)
+    if missing:
+        raise ConfigError(
+            f"the objective reads {', '.join(missing)}, which this learner does not compute",
+            remedy="choose an algo.loss and algo.correction without it; for log_ref set algo.loss.kl_coef = 0",
+        )

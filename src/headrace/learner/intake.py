@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from headrace.algo.base import BatchLayout
 from headrace.errors import RunError
@@ -54,11 +55,11 @@ def _untrainable(batch: Batch, vocab_size: int) -> str:
     return f"token {np.flatnonzero(unlearnable)[0]} has a non-finite advantage" if unlearnable.any() else ""
 
 
-def layout(batch: Batch, mask_N: Mask) -> BatchLayout:
+def layout(batch: Batch, mask_N: Tensor) -> BatchLayout:
     """What a reduction may look at, with ``mask_N`` as the tokens that carry loss."""
     lengths = torch.from_numpy(batch.lengths_S.astype(np.int64))
     return BatchLayout(
-        mask_N=torch.from_numpy(mask_N),
+        mask_N=mask_N,
         samples_N=torch.arange(len(lengths)).repeat_interleave(lengths),
         episodes_S=torch.from_numpy(batch.episodes_S.astype(np.int64)),
         groups_S=torch.from_numpy(batch.groups_S.astype(np.int64)),

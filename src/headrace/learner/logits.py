@@ -104,14 +104,15 @@ def halves(model: PreTrainedModel, inputs: dict[str, Any]) -> Halves:
 class TokenLogprobs:
     """log π of given tokens, and the entropy of the distribution they were taken from, both under a temperature."""
 
-    def __init__(self, model: Halves, vocab_size: int, temperature: float) -> None:
+    def __init__(self, model: Halves, chunk: int, temperature: float, entropy_gradient: bool) -> None:
         self._model = model
-        self._chunk = max(1, LOGITS_PER_CHUNK // vocab_size)
+        self._chunk = chunk
         self._temperature = temperature
+        self._entropy_gradient = entropy_gradient
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies without gradient: (P,) each,
-        float32, in nats. One forward pass of the trunk over ``inputs``."""
+        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each, float32, in nats.
+        One forward pass of the trunk over ``inputs``."""
         hidden_PD = self._model.hidden(inputs)[before_P]
         if len(before_P) <= self._chunk:
             return self._of_chunk(hidden_PD, ids_P)
@@ -126,6 +127,13 @@ class TokenLogprobs:
         logits_CV = self._model.logits(hidden_CD).float() / self._temperature
         all_CV = torch.log_softmax(logits_CV, dim=-1)
         logprobs_C = all_CV.gather(1, ids_C[:, None])[:, 0]
+        if self._entropy_gradient:
+            return logprobs_C, _entropy(all_CV)
         with torch.no_grad():  # last, so that the recomputation stops before it
-            entropies_C = torch.special.entr(all_CV.detach().exp()).sum(-1)
-        return logprobs_C, entropies_C
+            return logprobs_C, _entropy(all_CV)
+
+
+def _entropy(all_CV: Tensor) -> Tensor:
+    """−Σ p log p; entries of probability 0 count 0, whatever their log."""
+    p_CV = all_CV.exp()
+    return -(p_CV * all_CV.masked_fill(p_CV == 0, 0.0)).sum(-1)

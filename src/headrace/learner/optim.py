@@ -1,12 +1,12 @@
 """The optimizer and its learning rate.
 
-    rate
-    lr ┤      ╭───────────── constant
-       │     ╱ ╲
-       │    ╱    ╲  linear, cosine
-       │   ╱       ╲______  min_lr_frac · lr
-       └───┴──────────────┴─▶ step
-         warmup_steps   total_steps
+rate
+lr ┤      ╭───────────── constant
+   │     ╱ ╲
+   │    ╱    ╲  linear, cosine
+   │   ╱       ╲______  min_lr_frac · lr
+   └───┴──────────────┴─▶ step
+     warmup_steps   total_steps
 """
 
 from __future__ import annotations

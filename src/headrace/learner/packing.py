@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import RunError
-from headrace.types.batch import Batch
 from headrace.types.tokens import IntColumn
 
 Index = npt.NDArray[np.int64]
@@ -37,6 +36,12 @@ class MicroBatch:
         """The place, from 0, of each token's sample in this micro-batch."""
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
 
+    @classmethod
+    def whole(cls, lengths_S: IntColumn) -> MicroBatch:
+        """The whole batch as one."""
+        lengths = lengths_S.astype(np.int64)
+        return cls(samples_K=np.arange(len(lengths)), lengths_K=lengths, places_M=np.arange(lengths.sum()))
+
 
 def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
     """``start, start+1, …`` for each pair, one after the other.
@@ -46,7 +51,8 @@ def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
     """
     ends_K = np.cumsum(lengths_K)
     total = int(ends_K[-1]) if len(ends_K) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts_K - (ends_K - lengths_K), lengths_K)
+    places: Index = np.arange(total) + np.repeat(starts_K - (ends_K - lengths_K), lengths_K)
+    return places
 
 
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,9 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ModelError
 from headrace.learner.disk import SLACK_BYTES, whole_or_nothing
-from headrace.models.load import load_model
+from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -39,9 +40,7 @@ def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
 
-def save(
-    directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, model_dir: Path
-) -> None:
+def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, model_dir: Path) -> None:
     """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
 
     Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
@@ -66,7 +65,13 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
     Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
     """
     held = weight_tensors(model)
-    saved = weight_tensors(load_model(directory, dtype=model.dtype))
+    dtype: Any = str(model.dtype).removeprefix("torch.")
+    try:
+        saved = weight_tensors(load_model(ModelConfig(path=str(directory), dtype=dtype)))
+    except ModelError as error:
+        raise CheckpointError(
+            f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
+        ) from error
     if {name: tensor.shape for name, tensor in held.items()} != {name: t.shape for name, t in saved.items()}:
         raise CheckpointError(
             f"the weights in {directory} are of another model than {type(model).__name__} as configured",

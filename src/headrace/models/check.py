@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
+from headrace.models.load import SUPPORTED
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest relative difference of the median token; the tokens beyond it may choose other experts in low precision."""
@@ -44,7 +45,7 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     keep = torch.arange(FIRST, FIRST + SECOND, device=model.device)
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
-    except (ModelError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # an architecture that does not fit may fail in any way
         raise _refusal(model, path, f"a packed forward pass fails: {error}") from error
     _refuse_strange_layers(model, path, plan.rules)
     model.set_attn_implementation("eager")
@@ -75,5 +76,5 @@ def _refuse_strange_layers(model: PreTrainedModel, path: str, rules: list[Rule])
 def _refusal(model: PreTrainedModel, path: str, reason: str) -> ModelError:
     return ModelError(
         f"model.path={path!r} is a {type(model).__name__}: {reason}",
-        remedy="use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)",
+        remedy=SUPPORTED,
     )

@@ -9,7 +9,9 @@ Nothing here is imported by the loop; everything here reads pure data.
 """
 
 from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
-from headrace.observe.report import write_report
+from headrace.observe.recorder import Recorder
+from headrace.observe.report import run_verdict, write_report
+from headrace.observe.rundata import RunData, load_run
 from headrace.observe.summary import age_histogram, commit_gap_ms, observed
 from headrace.observe.terminal import LiveView, PlainView, View, open_view
 from headrace.observe.trace import busy_frac, fractions, idle_frac
@@ -22,6 +24,8 @@ __all__ = [
     "JsonlWriter",
     "LiveView",
     "PlainView",
+    "Recorder",
+    "RunData",
     "Verdict",
     "View",
     "age_histogram",
@@ -30,9 +34,11 @@ __all__ = [
     "fractions",
     "idle_frac",
     "judge",
+    "load_run",
     "observed",
     "open_view",
     "read_jsonl",
     "read_steps",
+    "run_verdict",
     "write_report",
 ]

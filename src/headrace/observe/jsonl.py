@@ -1,4 +1,4 @@
-"""Append-only files of records: one JSON object per line, flushed at once.
+"""Append-only files of records: one JSON object per line, unbuffered.
 
 A killed process leaves whole lines and at most one torn one at the end. The reader skips it; the writer cuts it off
 before it appends, so that it never ends up glued to the next record.
@@ -43,30 +43,25 @@ class JsonlWriter(Generic[R]):
         self._encoder = msgspec.json.Encoder()
         try:
             _cut_torn_line(path)
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._refused(error) from None
 
     def write(self, records: Iterable[R]) -> None:
-        """Append ``records`` with one flush: a kill of the process after it loses nothing.
+        """Hand ``records`` to the operating system: a kill of the process afterwards loses nothing.
 
         Raises :class:`~headrace.errors.RunError` where the file takes no more, a full disk for one.
         """
-        lines = self._encoder.encode_lines(list(records))
-        if not lines:
-            return
+        rest = memoryview(self._encoder.encode_lines(list(records)))
         try:
-            self._file.write(lines)
-            self._file.flush()
+            while rest:
+                rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise self._refused(error) from None
 
     def close(self) -> None:
         """Let go of the file."""
-        try:
-            self._file.close()
-        except OSError as error:
-            raise self._refused(error) from None
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

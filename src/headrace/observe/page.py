@@ -33,11 +33,13 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
     name = str(run.setting("run", "name") or run.directory.resolve().name)
     parts = [
         f"<header><p class='brand'>headrace</p><h1>{_text(name)}</h1>{_verdict(verdict)}</header>",
-        *(f"<p class='note' role='note'>{_text(note)}</p>" for note in run.notes),
+        *(f"<p class='note' role='note'>{_text(note)}</p>" for note in _notes(run)),
         _cards(run),
         *map(_figure, pictures),
         _conservation(run.summary.get("ledger")),
-        _details("Every number of the summary", _pairs(run.summary, skip=("ledger", "age_histogram"))),
+        _details(
+            "Every number of the summary", _pairs(run.summary, skip=("ledger", "age_histogram", "warnings", "verdict"))
+        ),
         _details("Configuration", _json(run.config)),
     ]
     return _SHELL.format(title=_text(f"{name} · headrace"), style=_STYLE, body="\n".join(filter(None, parts)))
@@ -45,23 +47,35 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
 
 def _verdict(verdict: Verdict | None) -> str:
     if verdict is None:
-        return "<p class='verdict'>No verdict: there is no trace of a step.</p>"
+        return "<p class='verdict'>No verdict yet: no step, or no trace of one.</p>"
     advice = f"<span class='advice'>{_text(verdict.advice)}</span>" if verdict.advice else ""
     return f"<p class='verdict'><b>{_text(verdict.bound)}</b> {_text(verdict.finding)} {advice}</p>"
 
 
+def _notes(run: RunData) -> list[str]:
+    """What is missing, how the run ended if it did not finish, and what it warned of."""
+    status, cause, warnings = (run.summary.get(key) for key in ("status", "cause", "warnings"))
+    ended = [f"The run {status}. {cause or ''}".rstrip()] if status not in (None, "finished") else []
+    told = [f"Warning: {warning}" for warning in warnings] if isinstance(warnings, list) else []
+    return [*run.notes, *ended, *told]
+
+
 def _cards(run: RunData) -> str:
     get = run.measured
-    gap = run.summary.get("commit_gap_ms")
-    gap_p99 = gap.get("p99") if isinstance(gap, dict) else None
+    gap = _mapping(run.figures.get("commit_gap_ms")).get("p99")
+    idle = f"learner idle {_percent(get('learner_idle_frac'))}, exposed sync {_percent(get('exposed_sync_frac'))}"
     cards = [
         ("held-out evaluation", _change(get("eval_before"), get("eval_after")), "before → after"),
-        ("training reward", _change(*_ends(run)), "first step → last step"),
+        ("training reward", _change(get("reward_first"), get("reward_last")), "first step → last tenth"),
         ("optimizer steps", f"{len(run.steps):,}", f"in {duration(get('wall_s'))}" if get("wall_s") else ""),
         ("generated", _rate(get("generated_tok_s")), f"engine idle {_percent(get('engine_idle_frac'))}"),
-        ("trained", _rate(get("trained_tok_s")), f"learner idle {_percent(get('learner_idle_frac'))}"),
+        ("trained", _rate(get("trained_tok_s")), idle),
         ("oldest trained token", number(get("max_token_age")), "age in versions"),
-        ("commit gap", f"{number(_number(gap_p99))} ms", "99th percentile: the engine stands still"),
+        (
+            "commit gap",
+            f"{number(gap)} ms" if isinstance(gap, int | float) else "–",
+            "99th percentile: the engine stands still",
+        ),
         ("engine against learner", number(get("mismatch_kl")), "mismatch KL"),
     ]
     items = [
@@ -69,11 +83,6 @@ def _cards(run: RunData) -> str:
         for label, value, words in cards
     ]
     return f"<dl class='cards'>{''.join(items)}</dl>"
-
-
-def _ends(run: RunData) -> tuple[float | None, float | None]:
-    rewards = [step.reward_mean for step in run.steps if step.reward_mean is not None]
-    return (rewards[0], rewards[-1]) if rewards else (None, None)
 
 
 def _figure(picture: Picture) -> str:
@@ -164,10 +173,6 @@ def _rate(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _count(value: Any) -> str:

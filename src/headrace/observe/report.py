@@ -39,11 +39,14 @@ def write_report(run_dir: Path) -> Path:
 
 
 def run_verdict(run: RunData) -> Verdict | None:
-    """The verdict on the whole run: idle fractions of the summary where it has them, otherwise of the trace."""
+    """The verdict on the whole run: idle fractions of the summary where it has them, otherwise of the trace; ``None``
+    before the first step, and where neither is there."""
+    if not run.steps:
+        return None
     traced = run.fractions
     engine, learner = run.measured("engine_idle_frac"), run.measured("learner_idle_frac")
     if engine is None or learner is None:
-        return judge(traced) if traced is not None else None
+        return None
     known = traced or Fractions(sync=run.measured("exposed_sync_frac") or 0.0)
     return judge(Fractions(engine_idle=engine, learner_idle=learner, scoring=known.scoring, sync=known.sync))
 

@@ -12,6 +12,7 @@ import msgspec
 
 from headrace.errors import DataError, HeadraceError
 from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
+from headrace.observe.summary import observed
 from headrace.observe.trace import Interval, fractions
 from headrace.types.observation import Fractions, StepRecord
 from headrace.types.trace import Span
@@ -64,9 +65,18 @@ class RunData:
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
 
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """The summary; where the run has left none, what steps and trace say in its place."""
+        told = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
+        if self.fractions is not None:
+            told["engine_idle_frac"] = self.fractions.engine_idle
+            told["learner_idle_frac"] = self.fractions.learner_idle
+        return {**told, **self.summary}
+
     def measured(self, key: str) -> float | None:
-        """A number of the summary; ``None`` where it has none."""
-        value = self.summary.get(key)
+        """One number of the figures; ``None`` where there is none."""
+        value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 

@@ -43,7 +43,7 @@ def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     """The keys of ``summary.json`` that the steps decide; ``wall_s`` is the time from the first rollout to the last
     step, in seconds. A number that no step has is ``None``.
 
-    ``reward_first`` and ``reward_last`` are the mean rewards of the first and the last step that have one;
+    ``reward_first`` is the mean reward of the first step that has one, ``reward_last`` that of the last tenth of them;
     ``mismatch_kl`` is the mean over the steps that report it; ``exposed_sync_frac`` is the fraction of ``wall_s`` that
     the learner stood still for the sync.
     """
@@ -54,7 +54,7 @@ def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     generated = steps[-1].generated_tokens if steps else 0
     return {
         "reward_first": rewards[0] if rewards else None,
-        "reward_last": rewards[-1] if rewards else None,
+        "reward_last": float(np.mean(rewards[-max(1, len(rewards) // 10) :])) if rewards else None,
         "steps": len(steps),
         "tokens_generated": generated,
         "tokens_trained": trained,

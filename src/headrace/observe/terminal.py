@@ -5,6 +5,7 @@ Text of a model, of data or of an error is shown with its control characters spe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
@@ -14,24 +15,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from headrace.control.observer import Observer
 from headrace.observe.verdict import judge
 from headrace.observe.words import ages_in_words, bar, duration, number, sparkline, visible
 from headrace.types.observation import Event, LiveState, StepRecord, Wait
+from headrace.types.trace import Span
 
 NARROW = 60
 """Columns below which the frame and the explanations go."""
 
 
-class View(Protocol):
-    """What watches a run; used as a context manager, so that a terminal is left as it was found."""
-
-    def step(self, record: StepRecord) -> None:
-        """An optimizer step has ended."""
-        ...
-
-    def event(self, event: Event) -> None:
-        """Something happened that is worth a line."""
-        ...
+class View(Observer, Protocol):
+    """An observer that also shows the present moment; a context manager, so that a terminal is left as it was found."""
 
     def update(self, state: LiveState) -> None:
         """The present moment."""
@@ -84,6 +79,9 @@ class PlainView:
         mark = "warning: " if event.level == "warning" else ""
         self._print(f"{mark}{visible(event.text)}  at {duration(event.wall_s)}")
 
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Nothing."""
+
     def update(self, state: LiveState) -> None:
         """Nothing: lines are for what has happened."""
 
@@ -114,6 +112,9 @@ class LiveView:
         text = Text(f"{duration(event.wall_s):>12}  ", style="dim")
         text.append(visible(event.text), style="yellow" if event.level == "warning" else "")
         self._console.print(text)
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Nothing."""
 
     def update(self, state: LiveState) -> None:
         """Redraw."""

@@ -129,4 +129,4 @@ def coverage(intervals: Sequence[Interval], edges_B: npt.NDArray[np.float64]) ->
     return result
 
 
-_STANDS_STILL = frozenset({("learner", "snapshot"), ("engine", "commit"), ("sync", "commit")})
+_STANDS_STILL = frozenset({("learner", "snapshot"), ("learner", "wait sync"), ("engine", "commit")})

@@ -22,6 +22,7 @@ from headrace.types.batch import Batch
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import EngineStats, StepReport
 from headrace.types.sampling import Sampling
+from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.weights import Manifest, SwapReport, WeightUpdate
@@ -192,6 +193,10 @@ def fake_parts(
     )
 
 
-def _centred(rewards: Sequence[float]) -> list[float]:
-    mean = sum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
+    advantages: list[float] = []
+    for group in groups:
+        rewards = [episode.reward or 0.0 for episode in group.scored]
+        mean = sum(rewards) / len(rewards)
+        advantages += [reward - mean for reward in rewards]
+    return advantages

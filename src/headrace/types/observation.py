@@ -37,8 +37,11 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None = None
     """Over the episodes of the step's batch; ``None`` where nothing was scored."""
     reward_std: float | None = None
+    """Over the same episodes; ``None`` where nothing was scored."""
     reward_min: float | None = None
+    """Least reward of those episodes; ``None`` where nothing was scored."""
     reward_max: float | None = None
+    """Greatest reward of those episodes; ``None`` where nothing was scored."""
     eval_accuracy: float | None = None
     """Mean reward on held-out tasks under the version that this step made; ``None`` where none was measured."""
     metrics: Mapping[str, float | None] = {}
@@ -100,7 +103,9 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     """The present moment, for a view that is drawn a few times a second."""
 
     steps_done: int
+    """Optimizer steps of the whole run so far."""
     steps_total: int
+    """Optimizer steps that the run will have."""
     title: str = ""
     """Name of the run."""
     phase: str = ""
@@ -132,6 +137,7 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     sample: str = ""
     """A completion that the policy wrote lately: text of a model, never to be trusted."""
     sample_reward: float | None = None
+    """What it earned; ``None`` while unscored."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

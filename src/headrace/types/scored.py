@@ -1,4 +1,4 @@
-"""A group whose every episode has ended."""
+"""Groups whose every episode has ended, and the train samples they make."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from headrace.types.tokens import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The episodes that share a baseline, with what each is credited."""
+    """The episodes that share a baseline."""
 
     number: int
     episodes: tuple[Episode, ...]
     """All of them, failed ones included."""
-    advantages: tuple[float, ...]
-    """One per scored episode, in order."""
 
     @property
     def scored(self) -> list[Episode]:
@@ -31,16 +29,9 @@ class ScoredGroup:
         oldest = [versions[0] for episode in self.scored if (versions := episode.versions()) is not None]
         return min(oldest, default=default)
 
-    def samples(self) -> list[TrainSample]:
-        """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only."""
-        samples: list[TrainSample] = []
-        for episode, advantage in zip(self.scored, self.advantages, strict=True):
-            samples += paths(episode, advantage)
-        return samples
-
 
 def paths(episode: Episode, advantage: float) -> list[TrainSample]:
-    """The root-to-leaf paths of ``episode`` as train samples."""
+    """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only."""
     trained: set[int] = set()
     samples: list[TrainSample] = []
     for leaf in episode.leaves():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.algo.advantages.base import Advantage, Scores, as_floats
+from headrace.algo.advantages.base import Advantage, Scores, scores_of
 from headrace.algo.advantages.grpo import GrpoAdvantage
 
 AnyAdvantage = GrpoAdvantage
 AdvantageConfig = AnyAdvantage
 
-__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Scores", "as_floats"]
+__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Scores", "scores_of"]

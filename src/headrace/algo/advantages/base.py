@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,11 @@ class Scores:
     log_nu_N: Floats | None = None
     """log-probability of each sampled token under its teacher."""
 
+    COLUMNS: ClassVar[frozenset[str]] = frozenset({
+        "lengths", "greedy", "agents", "baselines", "episodes", "states", "process", "entropies", "energies", "log_mu", "log_nu",
+    })  # fmt: skip
+    """What :func:`scores_of` takes beyond rewards and groups."""
+
     def __post_init__(self) -> None:
         num_episodes = len(self.rewards_E)
         for name in ("groups_E", "lengths_E", "parts_EK", "greedy_E", "agents_E", "episodes_E", "states_E"):
@@ -66,7 +71,9 @@ class Scores:
                     f"{name} has {len(column)} rows, but there are {num_episodes} rewards", remedy="give one per reward"
                 )
         if np.isinf(self.rewards_E).any():
-            raise DataError("a reward is infinite", remedy="return a finite number, or None for 'do not count this one'")
+            raise DataError(
+                "a reward is infinite", remedy="return a finite number, or None for 'do not count this one'"
+            )
 
     @property
     def counted_E(self) -> npt.NDArray[np.bool_]:
@@ -140,8 +147,42 @@ def divided(values: Floats, by: Floats) -> Floats:
     return np.divide(values, by, out=np.zeros_like(values), where=by != 0)
 
 
-def as_floats(values: Sequence[float | None]) -> Floats:
-    """Numbers with None as NaN; :class:`DataError` for anything else."""
+def scores_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Scores:
+    """Scores from plain lists: rewards as numbers or None, or as a list of parts for each episode; labels of any kind.
+
+    Per-token columns are a list of lists; ``baselines`` maps an agent to a number. Raises :class:`DataError` for what is
+    not a number, and for columns that do not agree in length.
+    """
+    parts = [row for row in rewards if isinstance(row, Sequence)]
+    num_parts = len(parts[0]) if parts else 0
+    table = [[None] * num_parts if row is None else row for row in rewards] if parts else None
+    parts_EK = None if table is None else np.array([_floats(row) for row in table])
+    records: dict[str, Any] = {
+        "rewards_E": _floats(rewards) if parts_EK is None else parts_EK.sum(axis=1),
+        "parts_EK": parts_EK,
+        "groups_E": np.zeros(len(rewards), np.int64) if groups is None else _labels(groups),
+    }
+    for name, values in columns.items():
+        if name in ("process", "entropies", "energies", "log_mu", "log_nu"):
+            records[f"{name}_N"] = np.concatenate([_floats(row) for row in values])
+            records.setdefault("lengths_E", np.array([len(row) for row in values], np.int64))
+        elif name in ("lengths", "episodes"):
+            records[f"{name}_E"] = np.asarray(values, np.int64)
+        elif name in ("agents", "states"):
+            records[f"{name}_E"] = _labels(values)
+        elif name == "greedy":
+            records["greedy_E"] = _floats(values)
+    if "baselines" in columns:
+        agents = columns.get("agents", [0] * len(rewards))
+        records["baselines"] = _floats([columns["baselines"].get(agent, 0.0) for agent in np.unique(agents).tolist()])
+    return Scores(**records)
+
+
+def _labels(values: Sequence[Any]) -> Ints:
+    return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.int64)
+
+
+def _floats(values: Sequence[float | None]) -> Floats:
     try:
         return np.array([np.nan if value is None else float(value) for value in values], np.float64)
     except (TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ from headrace.errors import NothingToLearn
 from headrace.learner.base import Publication
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
-from headrace.types.scored import ScoredGroup
+from headrace.types.scored import ScoredGroup, paths
 
 
 class LearningLoop:
@@ -67,7 +67,7 @@ class LearningLoop:
         step = state.flow.state.next_step - 1
         state.board.working("learner", f"step {step}")
         await state.flow.flush()  # what is trained must be known to have been taken
-        batch = Batch.collate(step, [sample for group in groups for sample in group.samples()])
+        batch = self._collate(step, groups)
         ages = batch.ages()
         oldest = int(ages.max(initial=0))
         assert oldest <= state.flow_config.max_age, f"step {step} would train a token of age {oldest}"
@@ -83,6 +83,12 @@ class LearningLoop:
         self._stop_without_signal(groups)
         if (step + 1) % state.run.checkpoint_every == 0:
             await self._saver.save(step + 1)
+
+    def _collate(self, step: int, groups: list[ScoredGroup]) -> Batch:
+        episodes = [episode for group in groups for episode in group.scored]
+        credited = self._state.parts.advantages(groups)
+        samples = [paths(episode, float(credit)) for episode, credit in zip(episodes, credited, strict=True)]
+        return Batch.collate(step, [sample for of_episode in samples for sample in of_episode])
 
     async def _publish(self, version: int) -> float:
         """Snapshot and hand over; returns the seconds that training stood still for it."""

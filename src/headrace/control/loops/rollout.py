@@ -54,8 +54,8 @@ class RolloutLoop:
         length = len(task.prompt_ids_T) + state.parts.sampling.max_new_tokens
         if length > state.parts.max_context:
             state.warn(
-                f"row {admission.row + 1}: {len(task.prompt_ids_T)} prompt tokens, {length} with the answer, do not fit "
-                f"the context of {state.parts.max_context}: dropped"
+                f"row {admission.row + 1}: {len(task.prompt_ids_T)} prompt tokens, {length} with the answer, do not "
+                f"fit the context of {state.parts.max_context}: dropped"
             )
             state.flow.drop(admission.number, "prompt_too_long")
             return

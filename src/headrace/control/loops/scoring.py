@@ -81,7 +81,6 @@ class ScoringLoop:
             group.number,
             group.in_order,
             min_episodes=state.flow_config.min_episodes,
-            advantages=state.parts.advantages,
         )
         if not isinstance(closed, str):
             self._failed_in_a_row = 0

@@ -18,7 +18,7 @@ from headrace.observe.rundata import RunData
 from headrace.observe.trace import Interval, busy, coverage, intersection, is_wait, seconds, union
 from headrace.types.trace import Span
 
-_LANES = ("engine", "learner", "scoring", "sync")
+_LANES = ("engine", "learner", "scoring", "sync", "rollout")
 _MOST_LANES = 8
 _BINS = 900
 _STEPS_IN_ZOOM = 5
@@ -57,12 +57,23 @@ def lanes_of(spans: Iterable[Span]) -> list[str]:
 def zoom_window(run: RunData) -> Interval:
     """About five optimizer steps in the middle of the run; all of it where it has no more."""
     start, end = run.loop
-    trained = [span for span in run.spans if (span.lane, span.name) == ("learner", "train")]
-    trained = [span for span in trained if start <= span.start_s and span.end_s <= end]
-    if len(trained) <= _STEPS_IN_ZOOM:
+    starts = [left for left, _ in training(run.spans, run.loop).values()]
+    if len(starts) <= _STEPS_IN_ZOOM:
         return start, end
-    first = (len(trained) - _STEPS_IN_ZOOM) // 2
-    return trained[first].start_s, trained[first + _STEPS_IN_ZOOM].start_s
+    first = (len(starts) - _STEPS_IN_ZOOM) // 2
+    return starts[first], starts[first + _STEPS_IN_ZOOM]
+
+
+def training(spans: Iterable[Span], within: Interval) -> dict[int, Interval]:
+    """When each optimizer step that touches ``within`` began and ended its computing, in the order of the steps."""
+    steps: dict[int, Interval] = {}
+    for span in spans:
+        other = span.lane != "learner" or is_wait(span) or span.name in ("snapshot", "save") or span.step < 0
+        if other or span.end_s <= within[0] or span.start_s >= within[1]:
+            continue
+        left, right = steps.get(span.step, (span.start_s, span.end_s))
+        steps[span.step] = min(left, span.start_s), max(right, span.end_s)
+    return dict(sorted(steps.items()))
 
 
 def _strips(axes: Any, run: RunData, lanes: list[str], framed: Interval, theme: Theme) -> None:
@@ -101,9 +112,11 @@ def _bars(axes: Any, run: RunData, lanes: list[str], within: Interval, theme: Th
             pieces = _drawn([span for span in mine if span.name == name], within, thinnest)
             boxes = [(left - zero, right - left) for left, right in pieces]
             axes.broken_barh(boxes, (row - 0.36, 0.72), color=_color(lane, name, theme), lw=0)
-        for span in mine:
-            if (lane, span.name) == ("learner", "train") and span.step >= 0:
-                _label(axes, span, row, within, zero)
+    for step, (began, ended) in training(shown, within).items():
+        left, right = max(began, within[0]), min(ended, within[1])
+        if "learner" in lanes and right - left > 0.055 * length:
+            place: dict[str, Any] = {"ha": "center", "va": "center", "color": "#1b2330", "fontsize": 8.5}
+            axes.text((left + right) / 2 - zero, lanes.index("learner"), f"step {step + 1}", **place)
     _rows(axes, lanes)
     axes.set_xlim(within[0] - zero, within[1] - zero)
     axes.set_xlabel("seconds since the first rollout")
@@ -118,13 +131,6 @@ def _drawn(spans: list[Span], within: Interval, thinnest: float) -> list[Interva
     """The spans as bars: cut at the window, wide enough to be seen, and one where they touch."""
     pieces = [(span.start_s, max(span.end_s, span.start_s + thinnest)) for span in spans]
     return intersection(union(pieces), [within])
-
-
-def _label(axes: Any, span: Span, row: int, within: Interval, zero: float) -> None:
-    left, right = max(span.start_s, within[0]), min(span.end_s, within[1])
-    if right - left > 0.055 * (within[1] - within[0]):
-        middle = (left + right) / 2 - zero
-        axes.text(middle, row, f"step {span.step + 1}", ha="center", va="center", color="#1b2330", fontsize=8.5)
 
 
 def _rows(axes: Any, lanes: list[str]) -> None:
@@ -152,6 +158,8 @@ def _color(lane: str, name: str, theme: Theme) -> str:
     own = {
         ("learner", "snapshot"): theme.purple,
         ("learner", "save"): theme.faint,
+        ("learner", "optim_step"): theme.brown,
+        ("sync", "publish"): theme.pale,
         ("engine", "commit"): theme.red,
         ("sync", "commit"): theme.red,
     }

@@ -1,0 +1,22 @@
+"""Cross-entropy: supervised learning of the tokens of the mask."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from headrace.algo.base import LossInputs, TokenLoss
+from headrace.algo.losses.section import LossSection
+
+if TYPE_CHECKING:
+    pass
+
+
+class Ce(LossSection):
+    """−log π. Advantages are not looked at. Source: maximum likelihood."""
+
+    kind: Literal["ce"] = "ce"
+    """Selects this loss."""
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """The value of every token."""
+        return TokenLoss(tokens_N=-inputs.log_pi_N)

@@ -1,0 +1,211 @@
+"""The mathematics as plain functions on [B, T] tensors, through the same code that a run uses.
+
+Shape legend: B sequences of T positions, N = B·T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headrace.algo.advantages import AnyAdvantage, Scores, scores_of
+from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio
+from headrace.algo.config import AlgoConfig
+from headrace.algo.corrections import AnyCorrection
+from headrace.algo.divergence import Estimator, estimate
+from headrace.algo.losses import AnyLoss
+from headrace.algo.reductions import AnyReduction
+from headrace.algo.registry import find, options_of
+from headrace.config import Section, validate
+from headrace.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.algo.objective import Objective
+
+Choice = str | Mapping[str, Any] | Section
+
+
+def loss(  # the signature is a face for people, who name each argument once: a record would be in their way
+    name: str,
+    *,
+    log_pi: Tensor,
+    advantages: Any,
+    mask: Any,
+    log_mu: Any = None,
+    log_old: Any = None,
+    log_ref: Any = None,
+    versions: Any = None,
+    version_now: int | None = None,
+    correction: Choice | Sequence[Choice] | None = None,
+    reduction: Choice | None = None,
+    groups: Sequence[int] | None = None,
+    entropy: Any = None,
+    **options: Any,
+) -> LossOutput:
+    """The loss called ``name`` over a batch of padded sequences.
+
+    ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]. A single
+    sequence may be given as [T]. Whatever stands outside ``mask`` has no influence. ``log_mu`` left out means that π_old
+    sampled the tokens, except for a correction, which needs it. ``versions`` left out means that all tokens are of age 0.
+    ``groups`` [B] says which sequences share a prompt (left out: all; for ``dpo``, neighbours are pairs).
+    ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` is no correction, and the
+    reduction of the loss's paper. An option goes to whichever has it: the loss, then the corrections, then the reduction.
+
+    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics. Raises :class:`ConfigError` for an
+    unknown name or option (the nearest is offered), a column that is needed and missing, shapes that do not agree, and
+    a correction that would count twice.
+
+    >>> import torch
+    >>> out = loss("dapo", log_pi=torch.tensor([[-0.5, -1.0]]), log_old=torch.tensor([[-0.5, -1.0]]),
+    ...            advantages=[2.0], mask=[[1, 1]])
+    >>> out.loss
+    tensor(-2.)
+    """
+    from headrace.algo.objective import Objective
+
+    objective = Objective.build(_config(name, correction, reduction, options))
+    given = {"log_old": log_old, "log_mu": log_mu, "log_ref": log_ref, "entropy": entropy, "versions": versions}
+    _refuse_missing(objective, given)
+    if (versions is None) != (version_now is None):
+        raise ConfigError("versions and version_now go together, one is missing", remedy="give both or neither")
+    padded = _inputs({"log_pi": log_pi, "advantages": advantages, "mask": mask, **given}, groups, objective)
+    return _run(objective, replace(padded, version_now=version_now or 0), log_pi)
+
+
+def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[int] | None = None, **options: Any) -> list[float]:
+    """The advantage called ``name`` of each reward; ``None`` is a reward that does not count, and has advantage 0.
+
+    ``groups`` says which rewards share a baseline (left out: all do). A group of one, or one whose rewards are all the
+    same, has advantage 0; groups may be of unequal size. What a formula needs beyond rewards is given by name:
+    ``lengths``, ``greedy``, ``agents``, ``baselines``, ``episodes``, ``states``, and per token (a list for every
+    episode) ``process``, ``entropies``, ``energies``, ``log_mu``, ``log_nu``; with the latter the result has a number per token, the
+    episodes one after the other. The rest are options of the formula.
+
+    >>> advantage("rloo", [1, 0, None, 0])
+    [1.0, -0.5, 0.0, -0.5]
+    """
+    kind = find(AnyAdvantage, "advantage", name)
+    columns = {key: options.pop(key) for key in list(options) if key in Scores.COLUMNS}
+    _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=Scores.COLUMNS)
+    formula: Any = validate(kind, options)
+    result: list[float] = formula(scores_of(rewards, groups, **columns)).tolist()
+    return result
+
+
+def kl(name: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:
+    """The estimator called ``name`` of KL(π‖π_ref) at every token; any shape. See :mod:`headrace.algo.divergence`."""
+    if name not in ("k1", "k2", "k3"):
+        raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(name, ["k1", "k2", "k3"]))
+    return estimate(name, log_pi, log_ref)
+
+
+def _config(
+    name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: dict[str, Any]
+) -> AlgoConfig:
+    loss_kind = find(AnyLoss, "loss", name)
+    corrections = [] if correction is None else [correction] if isinstance(correction, Choice) else list(correction)
+    tables = [_table(AnyLoss, "loss", {"kind": name})]
+    tables += [_table(AnyCorrection, "correction", part) for part in corrections if part != "none"]
+    tables.append(_table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction))
+    kinds = [kind for kind, _ in tables]
+    _refuse_unknown(options, {f"{kind.model_fields['kind'].default}": kind for kind in kinds})
+    for key, value in options.items():
+        owner = next(table for kind, table in tables if key in options_of(kind))
+        owner[key] = value
+    (_, loss_table), *middle, (_, reduction_table) = tables
+    tree = {"loss": loss_table, "correction": [table for _, table in middle], "reduction": reduction_table}
+    return validate(AlgoConfig, tree)
+
+
+def _table(union: Any, what: str, choice: Choice) -> tuple[type[Section], dict[str, Any]]:
+    if isinstance(choice, Section):
+        return type(choice), choice.model_dump()
+    table = {"kind": choice} if isinstance(choice, str) else dict(choice)
+    return find(union, what, str(table.get("kind"))), table
+
+
+def _refuse_unknown(
+    options: Mapping[str, Any], kinds: Mapping[str, type[Section]], extra: frozenset[str] = frozenset()
+) -> None:
+    known = extra.union(*(options_of(kind) for kind in kinds.values()))
+    for key in options:
+        if key not in known:
+            raise ConfigError(f"{' with '.join(kinds)} has no option {key!r}", remedy=nearest(key, known))
+
+
+def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
+    by_corrections = frozenset[str]().union(*(part.needs() for part in objective.corrections))
+    for name in sorted(objective.columns & set(given)):
+        stands_in = name == "log_mu" and name not in by_corrections and given["log_old"] is not None
+        if given[name] is None and not stands_in:
+            raise ConfigError(f"{name} is missing, but the formula reads it", remedy=f"give {name}, shaped like log_pi")
+
+
+def _inputs(given: Mapping[str, Any], groups: Sequence[int] | None, objective: Objective) -> LossInputs:
+    """The columns laid out one sequence after the other, padding included."""
+    import torch
+
+    log_pi = given["log_pi"]
+    shape = log_pi.shape if log_pi.ndim == 2 else (1, *log_pi.shape)
+    num_sequences, length = shape
+    if groups is not None and len(groups) != num_sequences:
+        raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
+
+    def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
+        if given[name] is None:
+            return default
+        value = torch.as_tensor(given[name], dtype=dtype, device=log_pi.device)
+        if name == "advantages" and value.ndim == 1 and log_pi.ndim == 2:
+            value = value[:, None]
+        if name == "advantages" and value.shape == (num_sequences, 1):
+            value = value.expand(shape)
+        if value.shape not in (log_pi.shape, torch.Size(shape)):
+            raise ConfigError(
+                f"{name} has shape {tuple(value.shape)}, log_pi has {tuple(log_pi.shape)}",
+                remedy=f"give {name} that shape",
+            )
+        return value.reshape(-1)
+
+    flat_N = log_pi.reshape(-1)
+    real, detached_N = flat_N.dtype, flat_N.detach()
+    log_old_N = column("log_old", real, detached_N)
+    pairs_S = torch.arange(num_sequences, device=log_pi.device) // (2 if objective.needs_pairs else num_sequences or 1)
+    return LossInputs(
+        log_pi_N=flat_N,
+        log_old_N=log_old_N.detach(),
+        log_mu_N=column("log_mu", real, log_old_N).detach(),
+        advantages_N=column("advantages", real, detached_N),
+        mask_N=column("mask", torch.bool, detached_N.bool()),
+        samples_N=torch.arange(num_sequences, device=log_pi.device).repeat_interleave(length),
+        num_samples=num_sequences,
+        versions_N=column("versions", torch.int64, torch.zeros_like(detached_N, dtype=torch.int64)),
+        version_now=0,
+        log_ref_N=None if given["log_ref"] is None else column("log_ref", real, detached_N).detach(),
+        entropy_N=None if given["entropy"] is None else column("entropy", real, detached_N),
+        groups_S=pairs_S if groups is None else torch.as_tensor(groups, device=log_pi.device),
+    )
+
+
+def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput:
+    """What a learner does with a batch, all of it as one micro-batch."""
+    import torch
+
+    from headrace.algo.objective import usable
+
+    mask_N, dropped = usable(inputs.mask_N, inputs.log_mu_N)
+    inputs = replace(inputs, mask_N=mask_N)
+    assert inputs.groups_S is not None
+    layout = BatchLayout(
+        mask_N=mask_N,
+        samples_N=inputs.samples_N,
+        episodes_S=torch.arange(inputs.num_samples, device=mask_N.device),
+        groups_S=inputs.groups_S,
+    )
+    weights_N = objective.weights(layout)
+    inputs = replace(inputs, selected_NP=objective.prepare(replace(inputs, log_pi_N=inputs.log_pi_N.detach())))
+    out = objective(inputs, weights_N)
+    metrics = out.metrics | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
+    return LossOutput(loss=out.loss, tokens=out.tokens.reshape(log_pi.shape), metrics=metrics)

@@ -1,0 +1,122 @@
+"""One process of a run on this machine: started, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.environ import child_environment
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients.peer import Peer
+from headrace.launch.starts import Start, write_start
+from headrace.types.messages import controller
+from headrace.types.trace import Span
+
+GRACE_S = 5.0
+"""How long a process may take to end after it was told to."""
+LOG_LINES = 8
+"""Last lines of a log that are quoted when its process dies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the processes of one run meet."""
+
+    directory: Path
+    """Sockets and start files; only this user can enter it."""
+    logs: Path
+    token: str
+    """The run's secret."""
+    on_spans: Callable[[Sequence[Span]], None]
+
+
+class Child:
+    """A process and the peer that speaks with it."""
+
+    def __init__(self, role: str, peer: Peer, process: Process, log: Path, lifeline: int) -> None:
+        self.role = role
+        self.peer = peer
+        self._process = process
+        self._log = log
+        self._lifeline = lifeline
+
+    @classmethod
+    async def start(
+        cls, site: Site, name: str, start: Start, num_threads: int, make_peer: Callable[[ControllerChannel], Peer]
+    ) -> Child:
+        """Start the process that ``start`` describes; it has not loaded anything yet when this returns."""
+        write_start(site.directory / f"{name}.json", start)
+        peer = make_peer(ControllerChannel(site.directory, name, controller.Message))
+        log = site.logs / f"{name}.log"
+        theirs, ours = os.pipe()
+        try:
+            with log.open("ab") as output:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "headrace.launch.hosts.main", str(site.directory), name, str(theirs),
+                    stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
+                    start_new_session=True, env=child_environment(site.token, num_threads),
+                )  # fmt: skip
+        finally:
+            os.close(theirs)
+        return cls(name, peer, process, log, ours)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def state(self) -> str:
+        """``starting``, ``ready`` or ``ended``."""
+        if self._process.returncode is not None:
+            return "ended"
+        return "ready" if self.peer.ready.done() else "starting"
+
+    async def died(self) -> str:
+        """Wait for its end; why, in words."""
+        code = await self._process.wait()
+        return f"{self.role} (pid {self.pid}) {_exit_words(code)}{self._last_lines()}"
+
+    async def end(self, farewell: object) -> None:
+        """Tell it to end; make it end if it does not."""
+        if self._process.returncode is None:
+            with contextlib.suppress(TimeoutError):
+                self.peer.send(farewell)
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+        await self.kill()
+        os.close(self._lifeline)
+        self.peer.close()
+
+    async def kill(self) -> None:
+        """End it now."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    def _last_lines(self) -> str:
+        try:
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        except OSError:
+            return ""
+        return "".join(f"\n    {line[:300]}" for line in lines)
+
+
+def _exit_words(code: int) -> str:
+    """An exit code in words.
+
+    >>> _exit_words(-9)
+    'was killed by SIGKILL (by hand, or because memory ran out)'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (by hand, or because memory ran out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

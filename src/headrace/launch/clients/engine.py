@@ -1,0 +1,101 @@
+"""An engine in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from headrace.engine import TokenChunk
+from headrace.errors import RequestError
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients.peer import Peer
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Staged
+from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Stage
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import IntColumn, Tokens
+from headrace.types.trace import Span
+from headrace.types.weights import SwapReport, WeightUpdate
+
+
+class EngineClient(Peer):
+    """The :class:`~headrace.engine.Engine` contract over a channel."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: ControllerChannel,
+        *,
+        token: str,
+        on_spans: Callable[[Sequence[Span]], None],
+        deadline_s: float,
+    ) -> None:
+        super().__init__(name, channel, token=token, on_spans=on_spans)
+        self._deadline_s = deadline_s
+        self._request_ids = itertools.count()
+        self._streams: dict[int, asyncio.Queue[Chunk]] = {}
+        self._unsent: list[GenerateRequest] = []
+        self._stats = EngineStats()
+
+    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        request_id = next(self._request_ids)
+        stream: asyncio.Queue[Chunk] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # a chunk holds a token
+        self._streams[request_id] = stream
+        self._send_soon(GenerateRequest(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling))
+        ended = False
+        try:
+            while not ended:
+                chunk = await stream.get()
+                ended = chunk.stop_reason is not None or bool(chunk.error)
+                yield _token_chunk(chunk)
+        finally:
+            del self._streams[request_id]
+            if not ended:
+                self.send(Abort(request_ids=(request_id,)))
+
+    async def stage(self, update: WeightUpdate) -> float:
+        call = self.next_call()
+        staged = self.expect(call, Staged)
+        self.send(Stage(call=call, update=update))
+        return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
+
+    async def commit(self, version: int) -> SwapReport:
+        call = self.next_call()
+        committed = self.expect(call, Committed)
+        self.send(Commit(call=call, version=version))
+        return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def handle(self, message: Any) -> None:
+        if not isinstance(message, Chunks):
+            super().handle(message)
+            return
+        self._stats = message.stats
+        for chunk in message.chunks:
+            stream = self._streams.get(chunk.request_id)
+            if stream is not None:  # else its reader has left
+                stream.put_nowait(chunk)
+
+    def _send_soon(self, request: GenerateRequest) -> None:
+        """All requests of one turn of the event loop travel in one message, so they join the batch together."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(request)
+
+    def _flush(self) -> None:
+        requests, self._unsent = tuple(self._unsent), []
+        self.send(Generate(requests=requests))
+
+
+def _token_chunk(chunk: Chunk) -> TokenChunk:
+    if chunk.error:
+        problem, _, remedy = chunk.error.partition("; ")
+        raise RequestError(problem, remedy=remedy or "look at the request")
+    return TokenChunk(
+        tokens=Tokens(ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, versions_T=chunk.versions_T),
+        stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
+    )

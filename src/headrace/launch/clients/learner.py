@@ -1,0 +1,68 @@
+"""A learner in another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients.peer import Peer
+from headrace.learner.base import Publication
+from headrace.types.batch import Batch
+from headrace.types.messages.controller import LogprobsAre, Published, Saved, SnapshotTaken, StepReport, Trained
+from headrace.types.messages.learner import Logprobs, Publish, Save, Train
+from headrace.types.tokens import FloatColumn
+from headrace.types.trace import Span
+from headrace.types.weights import WeightUpdate
+
+COMPUTE_DEADLINE_S = 24 * 3600.0
+"""A step takes as long as it takes; the stall watchdog and the death of the process end the wait much sooner."""
+
+
+class LearnerClient(Peer):
+    """The :class:`~headrace.learner.Learner` contract over a channel."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: ControllerChannel,
+        *,
+        token: str,
+        on_spans: Callable[[Sequence[Span]], None],
+        deadline_s: float,
+    ) -> None:
+        super().__init__(name, channel, token=token, on_spans=on_spans)
+        self._deadline_s = deadline_s
+        self._announced: dict[int, asyncio.Future[Published]] = {}
+
+    async def train(self, batch: Batch) -> StepReport:
+        call = self.next_call()
+        trained = self.expect(call, Trained)
+        self.send(Train(call=call, batch=batch))
+        return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
+
+    async def logprobs(self, batch: Batch) -> FloatColumn:
+        call = self.next_call()
+        computed = self.expect(call, LogprobsAre)
+        self.send(Logprobs(call=call, batch=batch))
+        return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
+
+    async def snapshot(self, version: int, slot: int) -> Publication:
+        call = self.next_call()
+        taken = self.expect(call, SnapshotTaken)
+        self._announced[version] = self.expect(call, Published)
+        self.send(Publish(call=call, version=version, slot=slot))
+        answer = await self.answer(taken, f"snapshot version {version}", self._deadline_s)
+        return Publication(version=version, slot=slot, exposed_s=answer.seconds)
+
+    async def published(self, publication: Publication) -> WeightUpdate:
+        version = publication.version
+        announced = self._announced.pop(version)
+        return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
+
+    async def save(self, directory: Path) -> None:
+        call = self.next_call()
+        saved = self.expect(call, Saved)
+        self.send(Save(call=call, directory=str(directory)))
+        await self.answer(saved, f"save {directory}", COMPUTE_DEADLINE_S)

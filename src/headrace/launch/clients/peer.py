@@ -1,0 +1,105 @@
+"""Orders and their answers: what all clients share."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from headrace import errors
+from headrace.errors import DeadlineError, HeadraceError, RunError
+from headrace.launch.channel import ControllerChannel
+from headrace.types.messages.controller import Failure, Ready
+from headrace.types.trace import Span
+
+A = TypeVar("A")
+
+
+class Peer:
+    """One process, as the controller sees it."""
+
+    def __init__(
+        self, name: str, channel: ControllerChannel, *, token: str, on_spans: Callable[[Sequence[Span]], None]
+    ) -> None:
+        self.name = name
+        self._channel = channel
+        self._token = token
+        self._on_spans = on_spans
+        self._calls = itertools.count()
+        self._expected: dict[tuple[int, type], asyncio.Future[Any]] = {}
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.last_words: HeadraceError | None = None
+        """Why it could not go on, in its own words."""
+
+    def next_call(self) -> int:
+        """A number for one order, by which its answers are known."""
+        return next(self._calls)
+
+    def send(self, message: Any) -> None:
+        """Give an order; never waits."""
+        self._channel.send(message)
+
+    def expect(self, call: int, kind: type[A]) -> asyncio.Future[A]:
+        """The answer of that kind to order ``call``; fails with the error that the part reports instead."""
+        future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._expected[call, kind] = future
+        future.add_done_callback(lambda _: self._expected.pop((call, kind), None))
+        return future
+
+    async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
+        """Wait for an answer; :class:`~headrace.errors.DeadlineError` names the part and what it was asked."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self.name} has not answered for {deadline_s:g} s: {what}",
+                remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
+            ) from None
+
+    async def listen(self) -> None:
+        """Route everything it says; ends only by cancellation."""
+        while True:
+            self._route(await self._channel.receive())
+
+    def close(self) -> None:
+        """Close the channel; whoever still waits for an answer is cancelled."""
+        for future in list(self._expected.values()):
+            future.cancel()
+        self._channel.close()
+
+    def handle(self, message: Any) -> None:
+        """What is said without having been asked; a client overrides this."""
+        raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
+
+    def _route(self, message: Any) -> None:
+        self._on_spans(getattr(message, "spans", ()))
+        match message:
+            case Ready():
+                self._greet(message)
+            case Failure():
+                self._fail(message)
+            case _ if (message_key := (getattr(message, "call", -1), type(message))) in self._expected:
+                future = self._expected[message_key]
+                if not future.done():
+                    future.set_result(message)
+            case _:
+                self.handle(message)
+
+    def _greet(self, message: Ready) -> None:
+        if not hmac.compare_digest(message.token, self._token):
+            raise RunError(f"a process that is not of this run claims to be {self.name}", remedy="start the run again")
+        if not self.ready.done():
+            self.ready.set_result(message)
+
+    def _fail(self, message: Failure) -> None:
+        kind = getattr(errors, message.kind, RunError)
+        error: HeadraceError = kind(message.problem, remedy=message.remedy)
+        if message.call is None:
+            self.last_words = error
+            return
+        for (call, _), future in list(self._expected.items()):
+            if call == message.call and not future.done():
+                future.set_exception(error)

@@ -1,0 +1,148 @@
+"""The engine's process: a plain synchronous step loop. Between two steps it reads its orders; staging has a thread."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig, EngineCore
+from headrace.engine.native import NativeEngine
+from headrace.environ import run_token
+from headrace.errors import HeadraceError, RequestError
+from headrace.launch.channel import PartChannel
+from headrace.launch.starts import EngineStart
+from headrace.models.config import ModelConfig
+from headrace.models.load import load_model
+from headrace.models.weights import weight_tensors
+from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.types.messages.controller import Chunk, Chunks, Committed, Failure, Ready, Staged
+from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, Shutdown, Stage
+from headrace.types.trace import Span
+
+IDLE_S = 0.5
+"""How long an idle engine waits for orders at a time."""
+REPORT_S = 0.25
+"""A busy engine reports its counters and spans at least this often."""
+
+
+def run_engine(start: EngineStart, channel: PartChannel) -> None:
+    """Load, report, serve until told to shut down."""
+    torch.set_num_threads(start.num_threads)
+    model = load_model(ModelConfig.model_validate(start.model))
+    tensors = weight_tensors(model)
+    core = NativeEngine(
+        model,
+        EngineConfig.model_validate(start.engine),
+        max_context=start.max_context,
+        receiver=ShmReceiver(tensors),
+        clock=RealClock(),
+    )
+    if start.serve_own_weights:
+        publisher = ShmPublisher(Path(start.serve_own_weights), tensors)
+        publisher.copy(0)
+        core.stage(publisher.announce(0, 0))
+        core.commit(0)
+        publisher.close()
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"threads": start.num_threads}))
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
+        EngineHost(core, channel, stager).serve()
+
+
+class EngineHost:
+    """Drives one engine core from one channel."""
+
+    def __init__(self, core: EngineCore, channel: PartChannel, stager: ThreadPoolExecutor) -> None:
+        self._core = core
+        self._channel = channel
+        self._stager = stager
+        self._clock = RealClock()
+        self._busy_since: float | None = None
+        self._reported_s = 0.0
+
+    def serve(self) -> None:
+        """Orders, step, report, again; returns when told to shut down."""
+        while True:
+            chunks: list[Chunk] = []
+            working = self._core.has_work()
+            for message in self._channel.receive(0 if working else IDLE_S):
+                if isinstance(message, Shutdown):
+                    return
+                chunks += self._obey(message)
+            if self._core.has_work():
+                if self._busy_since is None:
+                    self._busy_since = self._clock.now()
+                chunks += self._core.step()
+            self._report(chunks)
+
+    def _obey(self, message: Message) -> list[Chunk]:
+        match message:
+            case Generate(requests=requests):
+                return [refused for request in requests for refused in self._add(request)]
+            case Abort(request_ids=request_ids):
+                return self._core.abort(request_ids)
+            case Stage():
+                self._stager.submit(self._stage, message)
+            case Commit():
+                self._commit(message)
+        return []
+
+    def _add(self, request: GenerateRequest) -> list[Chunk]:
+        try:
+            self._core.add(request)
+        except RequestError as error:
+            none = np.zeros(0, np.int32)
+            return [
+                Chunk(
+                    request_id=request.request_id,
+                    ids_T=none,
+                    logprobs_T=none.astype(np.float32),
+                    versions_T=none,
+                    error=f"{error.problem}; {error.remedy}",
+                )
+            ]
+        return []
+
+    def _stage(self, message: Stage) -> None:
+        start_s = self._clock.now()
+        try:
+            self._core.stage(message.update)
+        except HeadraceError as error:
+            self._channel.send(_failure(message.call, error))
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever waits for it must hear of it
+            words = f"staging version {message.update.version} failed: {type(error).__name__}: {error}"
+            self._channel.send(Failure(call=message.call, kind="WeightsError", problem=words, remedy="see the log"))
+        else:
+            seconds = self._clock.now() - start_s
+            self._channel.send(Staged(call=message.call, version=message.update.version, seconds=seconds))
+
+    def _commit(self, message: Commit) -> None:
+        try:
+            report = self._core.commit(message.version)
+        except HeadraceError as error:
+            self._channel.send(_failure(message.call, error))
+        else:
+            self._channel.send(Committed(call=message.call, report=report))
+            self._report([], now=True)
+
+    def _report(self, chunks: list[Chunk], *, now: bool = False) -> None:
+        """Send chunks at once; counters and spans with them, or after a while, or when the work is done."""
+        time_s = self._clock.now()
+        idle = self._busy_since is not None and not self._core.has_work()
+        due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
+        if not (chunks or idle or due or now):
+            return
+        spans: tuple[Span, ...] = ()
+        if self._busy_since is not None and (idle or due):
+            spans = (Span(lane="engine", name="generate", start_s=self._busy_since, end_s=time_s),)
+            self._busy_since = None if idle else time_s
+            self._reported_s = time_s
+        self._channel.send(Chunks(chunks=tuple(chunks), stats=self._core.stats(), spans=spans))
+
+
+def _failure(call: int, error: HeadraceError) -> Failure:
+    return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)

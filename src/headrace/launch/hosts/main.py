@@ -1,0 +1,77 @@
+"""The entry of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``.
+
+It lives as long as the pipe LIFELINE (a file descriptor) is open at the other end: when the controller dies, so does
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.launch.channel import PartChannel
+from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart, read_start
+from headrace.types.messages import engine, learner, scorer
+from headrace.types.messages.controller import Failure
+
+ORPHANED = 3
+"""Exit code of a part whose controller has gone."""
+
+
+def main(directory: Path, part: str, lifeline: int) -> int:
+    """Be the part that ``directory``/``part``.json describes, until told to shut down; the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+    threading.Thread(target=_die_with_controller, args=(lifeline,), daemon=True, name="lifeline").start()
+    receives, run = _role(directory / f"{part}.json")
+    channel = PartChannel(directory, part, receives)
+    try:
+        run(channel)
+    except HeadraceError as error:
+        channel.send(_failure(type(error).__name__, error.problem, error.remedy))
+        return 1
+    except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
+        traceback.print_exc()
+        words = f"{part} failed: {type(error).__name__}: {error}"
+        channel.send(_failure("ComponentDied", words, f"the traceback is in logs/{part}.log of the run directory"))
+        return 1
+    finally:
+        channel.close()
+    return 0
+
+
+def _role(path: Path) -> tuple[Any, Callable[[PartChannel], None]]:
+    """Messages it receives, and its loop; heavy imports only for the role that needs them."""
+    start = read_start(path)
+    match start:
+        case EngineStart():
+            from headrace.launch.hosts.engine import run_engine
+
+            return engine.Message, lambda channel: run_engine(start, channel)
+        case LearnerStart():
+            from headrace.launch.hosts.learner import run_learner
+
+            return learner.Message, lambda channel: run_learner(start, channel)
+        case ScorerStart():
+            from headrace.launch.hosts.scorer import run_scorer
+
+            return scorer.Message, lambda channel: run_scorer(start, channel)
+
+
+def _failure(kind: str, problem: str, remedy: str) -> Failure:
+    return Failure(call=None, kind=kind, problem=problem, remedy=remedy)
+
+
+def _die_with_controller(lifeline: int) -> None:
+    os.read(lifeline, 1)  # returns only when the other end is closed
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,41 @@
+"""A scoring worker's process: many calls of one reward function at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.environ import run_token
+from headrace.launch.channel import PartChannel
+from headrace.launch.starts import ScorerStart
+from headrace.scoring import load_reward
+from headrace.types.messages.controller import Ready, Scored
+from headrace.types.messages.scorer import Score, Shutdown
+
+WAIT_S = 60.0
+"""How long to wait for orders at a time."""
+
+
+def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
+    """Import the function, report, serve until told to shut down."""
+    asyncio.run(_serve(start, channel))
+
+
+async def _serve(start: ScorerStart, channel: PartChannel) -> None:
+    loop = asyncio.get_running_loop()
+    ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
+    hands = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="reward")
+    reward = load_reward(start.reward, hands)
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
+
+    async def score(request: Score) -> None:
+        scores = await reward.score(request)
+        channel.send(Scored(call=request.call, rewards=scores.rewards, error=scores.failure))
+
+    async with asyncio.TaskGroup() as calls:
+        while True:
+            for message in await loop.run_in_executor(ears, channel.receive, WAIT_S):
+                if isinstance(message, Shutdown):
+                    os._exit(0)  # a reward that never returns must not keep the process alive
+                calls.create_task(score(message))

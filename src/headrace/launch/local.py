@@ -1,0 +1,269 @@
+"""Local processes: one engine, one learner, scoring workers, all watched. The death of any reaches the user as a cause.
+
+controller ──orders──▶ engine     steps                      ◀─┐
+    │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers in shared memory
+    │      ──orders──▶ scorer-n   calls the reward function
+    └── holds a pipe to each: when the controller dies, they die
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from headrace.algo.advantages import Advantage, Scores
+from headrace.clock import RealClock
+from headrace.control import Parts, Serving
+from headrace.env import SingleTurn
+from headrace.environ import num_cores, shared_memory_root
+from headrace.errors import ComponentDied, DeadlineError
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Child, Site
+from headrace.launch.clients import EngineClient, LearnerClient, ScorerPool
+from headrace.launch.clients.peer import Peer
+from headrace.launch.config import threads
+from headrace.launch.order import Component, Order, World
+from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
+from headrace.types.messages import engine, learner, scorer
+from headrace.types.observation import Event
+from headrace.types.sampling import Sampling
+from headrace.types.scored import ScoredGroup
+
+_NAME = re.compile(r"headrace-(\d+)-")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Processes:
+    """Every process of one run."""
+
+    site: Site
+    order: Order
+    weights: Path
+    """The shared-memory file."""
+    children: list[Child] = field(default_factory=list)
+
+    async def start_engine(self, *, own_weights: bool) -> EngineClient:
+        order = self.order
+        num_threads = threads(order.launch.engine_threads, num_cores())
+        start = EngineStart(
+            model=order.model.model_dump(mode="json"),
+            engine=order.engine.model_dump(mode="json"),
+            max_context=order.max_context,
+            num_threads=num_threads,
+            serve_own_weights=str(self.weights) if own_weights else "",
+        )
+        child = await self._start("engine", start, num_threads, self._engine_client)
+        assert isinstance(child.peer, EngineClient)
+        return child.peer
+
+    async def start_learner(self) -> LearnerClient:
+        order = self.order
+        num_threads = threads(order.launch.learner_threads, num_cores())
+        start = LearnerStart(
+            model=order.model.model_dump(mode="json"),
+            learner=order.learner.model_dump(mode="json"),
+            algo=order.algo.model_dump(mode="json"),
+            temperature=order.engine.temperature,
+            total_steps=order.total_steps,
+            tokenizer_dir=order.tokenizer_dir,
+            snapshot="" if order.snapshot is None else str(order.snapshot),
+            weights_path=str(self.weights),
+            num_threads=num_threads,
+        )
+        child = await self._start("learner", start, num_threads, self._learner_client)
+        assert isinstance(child.peer, LearnerClient)
+        return child.peer
+
+    async def start_scorer(self) -> Child:
+        env = self.order.env
+        start = ScorerStart(reward=env.reward, concurrency=env.reward_concurrency)
+        number = sum(child.role.startswith("scorer") for child in self.children)
+        return await self._start(f"scorer-{number}", start, 1, lambda channel: self._peer(f"scorer-{number}", channel))
+
+    def components(self) -> list[Component]:
+        """Every process, the controller's own first."""
+        parts = [Component(role="controller", pid=os.getpid(), state="ready", version=None)]
+        for child in self.children:
+            version = child.peer.stats().version if isinstance(child.peer, EngineClient) else None
+            parts.append(Component(role=child.role, pid=child.pid, state=child.state, version=version))
+        return parts
+
+    async def end(self) -> None:
+        farewells = {"engine": engine.Shutdown(), "learner": learner.Shutdown()}
+        ends = [child.end(farewells.get(child.role, scorer.Shutdown())) for child in self.children]
+        await asyncio.gather(*ends)
+        self.weights.unlink(missing_ok=True)
+        shutil.rmtree(self.site.directory, ignore_errors=True)
+
+    async def _start(
+        self,
+        name: str,
+        start: EngineStart | LearnerStart | ScorerStart,
+        num_threads: int,
+        make_peer: Callable[[ControllerChannel], Peer],
+    ) -> Child:
+        child = await Child.start(self.site, name, start, num_threads, make_peer)
+        self.children.append(child)
+        return child
+
+    def _peer(self, name: str, channel: ControllerChannel) -> Peer:
+        return Peer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+
+    def _engine_client(self, channel: ControllerChannel) -> EngineClient:
+        deadline_s = self.order.sync.deadline_s
+        return EngineClient(
+            "engine", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
+        )
+
+    def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
+        deadline_s = self.order.sync.deadline_s
+        return LearnerClient(
+            "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
+        )
+
+
+@asynccontextmanager
+async def local_world(order: Order) -> AsyncIterator[World]:
+    """Every part of a run as a process of this machine.
+
+    Raises what a part says when it cannot start; within, the death of a part cancels the body and raises
+    :class:`~headrace.errors.ComponentDied`.
+    """
+    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
+    pool = _scorers(processes)
+    try:
+        engine_client = await processes.start_engine(own_weights=False)
+        learner_client = await processes.start_learner()
+        async with _watched(processes, pool):
+            parts = Parts(
+                **_serving(order, engine_client, pool),
+                learner=learner_client,
+                tasks=order.tasks,
+                advantages=lambda groups: _credit(order.algo.advantage, groups),
+                run_dir=order.run_dir,
+            )
+            yield World(parts=parts, components=processes.components)
+    finally:
+        await processes.end()
+
+
+@asynccontextmanager
+async def local_serving(order: Order) -> AsyncIterator[Serving]:
+    """An engine with the weights of its model directory, and scoring workers: enough to evaluate."""
+    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
+    pool = _scorers(processes)
+    try:
+        engine_client = await processes.start_engine(own_weights=True)
+        async with _watched(processes, pool):
+            yield Serving(**_serving(order, engine_client, pool))
+    finally:
+        await processes.end()
+
+
+@asynccontextmanager
+async def _watched(processes: _Processes, pool: ScorerPool) -> AsyncIterator[None]:
+    """The body runs when every process is ready, and while all of them live."""
+    watched = list(processes.children)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(child.peer.listen()) for child in watched]
+        tasks += [group.create_task(_watch(child)) for child in watched]
+        tasks.append(group.create_task(pool.run()))
+        await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def _scorers(processes: _Processes) -> ScorerPool:
+    order = processes.order
+    return ScorerPool(
+        processes.start_scorer,
+        num_workers=order.env.reward_workers,
+        concurrency=order.env.reward_concurrency,
+        timeout_s=order.env.reward_timeout_s,
+        warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
+    )
+
+
+def _serving(order: Order, engine_client: EngineClient, pool: ScorerPool) -> dict[str, Any]:
+    sampling = Sampling(
+        max_new_tokens=order.engine.max_new_tokens,
+        temperature=order.engine.temperature,
+        stop_ids=order.stop_ids,
+    )
+    return {
+        "engine": engine_client,
+        "scorer": pool,
+        "env": SingleTurn(),
+        "clock": RealClock(),
+        "eval_tasks": order.eval_tasks,
+        "sampling": sampling,
+        "max_context": order.max_context,
+        "decode": order.decode,
+    }
+
+
+def _credit(advantage: Advantage, groups: Sequence[ScoredGroup]) -> Sequence[float]:
+    """One advantage per scored episode of a batch."""
+    episodes = [(group.number, episode) for group in groups for episode in group.scored]
+    scores = Scores(
+        rewards_E=np.array([episode.reward for _, episode in episodes], np.float64),
+        groups_E=np.array([number for number, _ in episodes], np.int64),
+        lengths_E=np.array([episode.num_sampled for _, episode in episodes], np.int64),
+    )
+    return [float(credit) for credit in advantage(scores)]
+
+
+async def _watch(child: Child) -> None:
+    cause = await child.died()
+    await asyncio.sleep(0.05)  # its last words may still be on the way
+    if child.peer.last_words is not None:
+        raise child.peer.last_words
+    raise ComponentDied(cause, remedy="mend the cause, then --resume: nothing that was finished is lost")
+
+
+async def _all_ready(children: list[Child], pool: ScorerPool, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*(child.peer.ready for child in children))
+            await pool.started()
+    except TimeoutError:
+        late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
+        raise DeadlineError(
+            f"{', '.join(late)} did not start within {timeout_s:g} s",
+            remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
+        ) from None
+
+
+def _site(order: Order) -> Site:
+    logs = order.run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    _sweep(Path(tempfile.gettempdir()))
+    directory = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-"))
+    return Site(directory=directory, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans)
+
+
+def _weights_path() -> Path:
+    root = shared_memory_root()
+    _sweep(root)
+    return root / f"headrace-{os.getpid()}-{secrets.token_hex(4)}.weights"
+
+
+def _sweep(root: Path) -> None:
+    """Remove what runs of this user left behind when they were killed."""
+    for path in root.glob("headrace-*"):
+        match = _NAME.match(path.name)
+        if match and not psutil.pid_exists(int(match[1])) and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

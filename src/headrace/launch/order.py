@@ -1,0 +1,70 @@
+"""What is to be launched, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.algo.config import AlgoConfig
+from headrace.control import Parts
+from headrace.engine import EngineConfig
+from headrace.env import EnvConfig
+from headrace.launch.config import LaunchConfig
+from headrace.learner import LearnerConfig
+from headrace.models.config import ModelConfig
+from headrace.sync import SyncConfig
+from headrace.types.observation import Event
+from headrace.types.task import Task
+from headrace.types.trace import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Everything a launcher needs to know."""
+
+    model: ModelConfig
+    """Its path is where the weights are now: the model directory, or the snapshot that the run resumes from."""
+    tokenizer_dir: str
+    """The model directory that snapshots copy the tokenizer from."""
+    snapshot: Path | None
+    """Where the learner restores optimizer and step from; ``None`` for a new run."""
+    engine: EngineConfig
+    learner: LearnerConfig
+    algo: AlgoConfig
+    env: EnvConfig
+    sync: SyncConfig
+    launch: LaunchConfig
+    tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+    stop_ids: tuple[int, ...]
+    max_context: int
+    decode: Callable[[Sequence[int]], str]
+    run_dir: Path
+    """Logs of the parts go to ``logs/`` in it."""
+    total_steps: int
+    on_spans: Callable[[Sequence[Span]], None]
+    """Told what the parts were busy with."""
+    on_event: Callable[[Event], None]
+    """Told what is worth a line."""
+
+
+class Component(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the run, for ``headrace status``."""
+
+    role: str
+    pid: int
+    state: str
+    """``starting``, ``ready`` or ``ended``."""
+    version: int | None
+    """The version it holds; ``None`` for a part without weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The parts, launched, and a look at their processes."""
+
+    parts: Parts
+    components: Callable[[], list[Component]]

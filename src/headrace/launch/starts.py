@@ -1,0 +1,58 @@
+"""What each process is told when it starts: one JSON file, read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An engine."""
+
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    max_context: int
+    num_threads: int
+    serve_own_weights: str = ""
+    """A shared-memory file through which to take the weights of its own directory as version 0; empty: wait for a
+    learner's."""
+
+
+class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A learner."""
+
+    model: dict[str, Any]
+    learner: dict[str, Any]
+    algo: dict[str, Any]
+    temperature: float
+    total_steps: int
+    tokenizer_dir: str
+    snapshot: str
+    """Directory to restore from; empty for a new run."""
+    weights_path: str
+    """The shared-memory file to publish through."""
+    num_threads: int
+
+
+class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A scoring worker."""
+
+    reward: str
+    """``file.py:function``."""
+    concurrency: int
+
+
+Start = EngineStart | LearnerStart | ScorerStart
+
+
+def write_start(path: Path, start: Start) -> None:
+    """Write it for a child to read."""
+    path.write_bytes(msgspec.json.encode(start))
+
+
+def read_start(path: Path) -> Start:
+    """What this process is to be."""
+    start: Start = msgspec.json.decode(path.read_bytes(), type=Start)
+    return start

@@ -1,0 +1,81 @@
+"""One batch on its way through the learner.
+
+Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the objective that select tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.algo.base import LossInputs, LossOutput, Ratio
+from headrace.algo.metrics import add, means
+from headrace.learner.intake import Mask
+from headrace.learner.packing import MicroBatch
+from headrace.learner.stats import TokenStats, step_metrics
+from headrace.types.batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A batch, and what was decided about all of it before the first forward pass."""
+
+    batch: Batch
+    mask_N: Mask
+    """The tokens that carry loss: those of the batch's mask whose μ is finite."""
+    weights_N: Tensor
+    """The reduction: what each token weighs in the batch's loss."""
+    selected_NP: Tensor | None = None
+    """bool; the tokens that parts of the objective chose from the whole batch; ``None`` if none does."""
+
+    def inputs(self, micro: MicroBatch, log_pi_M: Tensor, entropy_M: Tensor | None = None) -> LossInputs:
+        """The columns of ``micro``, where ``log_pi_M`` lies. π_old is π without its gradient: a batch is one update."""
+        device, places = log_pi_M.device, micro.places_M
+        columns = {
+            "log_mu_N": self.batch.logprobs_N[places],
+            "advantages_N": self.batch.advantages_N[places],
+            "mask_N": self.mask_N[places],
+            "versions_N": self.batch.versions_N[places].astype(np.int64),
+            "samples_N": micro.local_samples_M(),
+        }
+        recorded = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        return LossInputs(
+            log_pi_N=log_pi_M,
+            log_old_N=log_pi_M.detach(),
+            num_samples=len(micro.lengths_K),
+            version_now=self.batch.step,
+            entropy_N=entropy_M,
+            selected_NP=None if self.selected_NP is None else self.selected_NP[places].to(device),
+            **recorded,
+        )
+
+
+class Tally:
+    """Gathers what the micro-batches of one batch say."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._log_pi_N = np.zeros(work.batch.num_tokens, np.float32)
+        self._losses: list[float] = []
+        self._metrics: list[Mapping[str, Ratio]] = []
+
+    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
+        """One micro-batch's share."""
+        self._losses.append(float(output.loss.detach()))
+        self._metrics.append(output.metrics)
+        self._log_pi_N[micro.places_M] = inputs.log_pi_N.detach().cpu().numpy()
+
+    def metrics(self) -> dict[str, float]:
+        """The batch's."""
+        batch, mask_N = self._work.batch, self._work.mask_N
+        stats = TokenStats(
+            log_pi_L=self._log_pi_N[mask_N],
+            log_mu_L=batch.logprobs_N[mask_N],
+            ages_L=batch.step - batch.versions_N[mask_N].astype(np.int64),
+        )
+        own = {"loss": sum(self._losses), "tokens": float(batch.num_tokens), **step_metrics(stats)}
+        return {**means(add(self._metrics)), **own}

@@ -1,0 +1,86 @@
+"""A tiny model, batches for it, and a learner over both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
+from headrace.clock import RealClock
+from headrace.learner.config import LearnerConfig
+from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.models import ModelConfig, load_model
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.types.batch import Batch
+
+VOCAB = "0123456789+=?"
+VOCAB_SIZE = len(VOCAB) + 3
+
+
+def tiny(directory: Path, **spec: object) -> Path:
+    settings = {"hidden_size": 32, "intermediate_size": 48, "init_std": 0.3, **spec}
+    return make_tiny(directory, TinySpec(vocab=VOCAB, **settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a learner of the tests is built."""
+
+    model_dir: Path
+    algo: dict[str, object] = field(default_factory=lambda: {"bundle": "grpo"})
+    temperature: float = 1.0
+    total_steps: int = 10
+    config: dict[str, object] = field(default_factory=dict)
+
+    def learner(self) -> LearnerCore:
+        return LearnerCore(
+            load_model(ModelConfig(path=str(self.model_dir))),
+            LearnerConfig(**{"lr": 1e-2, **self.config}),
+            Objective.build(AlgoConfig.model_validate(self.algo)),
+            LearnerContext(
+                temperature=self.temperature,
+                total_steps=self.total_steps,
+                model_dir=self.model_dir,
+                clock=RealClock(),
+            ),
+        )
+
+
+def random_batch(step: int = 0, num_samples: int = 6, seed: int = 0) -> Batch:
+    """Prompts of 1 to 4 tokens, completions of 1 to 9, three samples to a group, ages 0 and 1."""
+    rng = np.random.default_rng([seed, step])
+    prompts, completions = rng.integers(1, 5, num_samples), rng.integers(1, 10, num_samples)
+    lengths = (prompts + completions).astype(np.int32)
+    mask = np.concatenate([np.arange(length) >= prompt for length, prompt in zip(lengths, prompts, strict=True)])
+    total = int(lengths.sum())
+    logprobs = -rng.uniform(0.1, 4.0, total)
+    versions = np.repeat(np.maximum(0, step - rng.integers(0, 2, num_samples)), lengths)
+    return Batch(
+        step=step,
+        lengths_S=lengths,
+        groups_S=(np.arange(num_samples) // 3).astype(np.int32),
+        episodes_S=np.arange(num_samples, dtype=np.int32),
+        ids_N=rng.integers(0, VOCAB_SIZE, total).astype(np.int32),
+        mask_N=mask,
+        logprobs_N=np.where(mask, logprobs, 0).astype(np.float32),
+        versions_N=np.where(mask, versions, -1).astype(np.int32),
+        advantages_N=np.repeat(rng.normal(size=num_samples), lengths).astype(np.float32),
+    )
+
+
+def weights(learner: LearnerCore) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in learner.model.named_parameters()}
+
+
+def gradients(learner: LearnerCore) -> dict[str, torch.Tensor]:
+    return {name: tensor.grad.clone() for name, tensor in learner.model.named_parameters() if tensor.grad is not None}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
