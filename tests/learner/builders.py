@@ -32,6 +32,8 @@ class Setup:
 
     model_dir: Path
     algo: dict[str, object] = field(default_factory=lambda: {"bundle": "grpo"})
+    objective: Objective | None = None
+    """Instead of the one that ``algo`` describes."""
     temperature: float = 1.0
     total_steps: int = 10
     config: dict[str, object] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Setup:
         return LearnerCore(
             load_model(ModelConfig(path=str(self.model_dir))),
             LearnerConfig(**{"lr": 1e-2, **self.config}),
-            Objective.build(AlgoConfig.model_validate(self.algo)),
+            self.objective or Objective.build(AlgoConfig.model_validate(self.algo)),
             LearnerContext(
                 temperature=self.temperature,
                 total_steps=self.total_steps,

@@ -6,5 +6,6 @@
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.notebook import advantage, kl, loss
+from headrace.algo.returns import gae
 
-__all__ = ["AlgoConfig", "advantage", "kl", "loss"]
+__all__ = ["AlgoConfig", "advantage", "gae", "kl", "loss"]

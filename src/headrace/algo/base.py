@@ -161,6 +161,8 @@ class Correction(Part, Protocol):
     """Whether it multiplies by ρ (in some form): at most one factor of an objective may."""
     corrects: ClassVar[bool]
     """Whether it bounds the error of training on tokens of older weights."""
+    replaces_old: ClassVar[bool]
+    """Whether it gives the loss its π_old, so that none has to be kept or computed."""
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""

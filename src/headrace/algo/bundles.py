@@ -4,14 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.algo.registry import named
 from headrace.config import merge
 from headrace.errors import ConfigError, nearest
 
 Tree = dict[str, Any]
 
+_STD = {"kind": "grpo", "std": "ddof1"}
+_MEAN = {"kind": "grpo", "std": "none"}
+
 BUNDLES: dict[str, Tree] = {
-    "grpo": {"advantage": {"kind": "grpo", "std": "ddof1"}, "loss": {"kind": "grpo"}},
-    "dapo": {"advantage": {"kind": "grpo", "std": "ddof1"}, "loss": {"kind": "dapo"}},
+    "grpo": {"advantage": _STD, "loss": {"kind": "grpo"}},
+    "dapo": {"advantage": _STD, "loss": {"kind": "dapo"}},
+    "dr_grpo": {"advantage": _MEAN, "loss": {"kind": "dr_grpo"}},
+    "gspo": {"advantage": _STD, "loss": {"kind": "gspo"}, "correction": [{"kind": "sequence_tis", "level": "geometric"}]},
+    "luspo": {"advantage": _STD, "loss": {"kind": "luspo"}, "correction": [{"kind": "sequence_tis", "level": "geometric"}]},
+    "gmpo": {"advantage": _STD, "loss": {"kind": "gmpo"}},
+    "cispo": {"advantage": _STD, "loss": {"kind": "cispo", "anchor": "mu"}},
+    "scalerl": {
+        "advantage": {"kind": "reinforce_pp", "group_baseline": True},
+        "loss": {"kind": "cispo", "anchor": "mu"},
+        "reduction": {"kind": "prompt_mean"},
+    },
+    "sapo": {"advantage": _STD, "loss": {"kind": "sapo"}},
+    "vespo": {"advantage": _MEAN, "loss": {"kind": "vespo"}},
+    "decoupled": {"advantage": _STD, "loss": {"kind": "grpo"}, "correction": [{"kind": "decoupled"}]},
+    "a3po": {"advantage": _STD, "loss": {"kind": "grpo"}, "correction": [{"kind": "loglinear"}]},
+    "icepop": {"advantage": _STD, "loss": {"kind": "grpo"}, "correction": [{"kind": "icepop"}]},
+    "tis_opsm": {"advantage": _STD, "loss": {"kind": "grpo"}, "correction": [{"kind": "tis"}, {"kind": "opsm"}]},
+    "m2po": {"advantage": _STD, "loss": {"kind": "m2po"}},
+    "dppo": {"advantage": _MEAN, "loss": {"kind": "dppo", "anchor": "mu"}},
+    "ipo": {"advantage": _MEAN, "loss": {"kind": "ipo"}},
+    "rloo": {"advantage": {"kind": "rloo"}, "loss": {"kind": "reinforce"}},
+    "reinforce_pp": {"advantage": {"kind": "reinforce_pp"}, "loss": {"kind": "dapo", "clip_high": 0.2}},
+    "remax": {"advantage": {"kind": "remax"}, "loss": {"kind": "reinforce"}},
+    "opo": {"advantage": {"kind": "opo"}, "loss": {"kind": "reinforce"}},
+    "maxrl": {"advantage": {"kind": "maxrl"}, "loss": {"kind": "reinforce"}},
+    "gdpo": {"advantage": {"kind": "gdpo"}, "loss": {"kind": "grpo"}},
+    "topr": {"advantage": _MEAN, "loss": {"kind": "topr"}},
+    "kimi": {"advantage": _MEAN, "loss": {"kind": "kimi"}},
+    "dro": {"advantage": _MEAN, "loss": {"kind": "dro"}},
+    "clip_cov": {"advantage": _STD, "loss": {"kind": "clip_cov"}},
+    "kl_cov": {"advantage": _STD, "loss": {"kind": "kl_cov"}},
+    "aspo": {"advantage": _STD, "loss": {"kind": "aspo"}},
+    "distill": {"advantage": {"kind": "reverse_kl"}, "loss": {"kind": "reinforce"}},
+    "sft": {"loss": {"kind": "ce"}},
+    "dpo": {"advantage": _MEAN, "loss": {"kind": "dpo"}},
 }
 """What a bundle leaves out is what its loss decides: the reduction of its paper, and ``tis`` unless it anchors to μ."""
 
@@ -37,9 +75,9 @@ def _as_table(key: str, value: Any) -> Any:
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
-        return tuple({"kind": part} if isinstance(part, str) else part for part in value) if _listed(value) else value
+        return tuple(named(part) if isinstance(part, str) else part for part in value) if _listed(value) else value
     if key in ("loss", "advantage", "reduction") and isinstance(value, str):
-        return {"kind": value}
+        return named(value)
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pydantic
@@ -10,6 +11,8 @@ from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis
 from headrace.algo.losses import AnyLoss, Dapo, LossConfig
+from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.shaping import ShapingConfig
 from headrace.algo.reductions import ReductionConfig, TokenMean
 from headrace.config import Section
 from headrace.errors import ConfigError
@@ -22,6 +25,8 @@ class AlgoConfig(Section):
 
     bundle: str | None = None
     """A complete recipe by name; every key that is set here replaces the recipe's."""
+    shaping: tuple[ShapingConfig, ...] = ()
+    """What is added to rewards first, one table after the other."""
     advantage: AdvantageConfig = GrpoAdvantage()
     """How rewards become credit."""
     loss: LossConfig = Dapo()
@@ -55,7 +60,14 @@ class AlgoConfig(Section):
     @property
     def corrected(self) -> bool:
         """Whether tokens of older weights are accounted for: what an asynchronous run asks."""
-        return self.loss.corrects() or any(part.corrects for part in self.correction)
+        no_ratio = not self.loss.needs() & {"log_old", "log_mu"}
+        return no_ratio or self.loss.corrects() or any(part.corrects for part in self.correction)
+
+    def credit(self, scores: Scores) -> Floats:
+        """The advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
+        for shaping in self.shaping:
+            scores = replace(scores, rewards_E=shaping(scores))
+        return self.advantage(scores)
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:

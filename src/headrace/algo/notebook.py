@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import AnyAdvantage, Scores, scores_of
+from headrace.algo.advantages import COLUMNS, AnyAdvantage, scores_of
 from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses import AnyLoss
 from headrace.algo.reductions import AnyReduction
-from headrace.algo.registry import find, options_of
+from headrace.algo.registry import find, named, options_of
 from headrace.config import Section, validate
 from headrace.errors import ConfigError, nearest
 
@@ -47,12 +47,12 @@ def loss(  # the signature is a face for people, who name each argument once: a 
 ) -> LossOutput:
     """The loss called ``name`` over a batch of padded sequences.
 
-    ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]. A single
-    sequence may be given as [T]. Whatever stands outside ``mask`` has no influence. ``log_mu`` left out means that π_old
-    sampled the tokens, except for a correction, which needs it. ``versions`` left out means that all tokens are of age 0.
-    ``groups`` [B] says which sequences share a prompt (left out: all; for ``dpo``, neighbours are pairs).
+    ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
+    single sequence may be [T]. Whatever stands outside ``mask`` has no influence. ``log_mu`` left out means that π_old
+    sampled the tokens, except for a correction, which needs it; ``versions`` left out, that all tokens are of age 0;
+    ``groups`` [B], the prompt of each sequence, left out, that all share one (for ``dpo``: that neighbours are pairs).
     ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` is no correction, and the
-    reduction of the loss's paper. An option goes to whichever has it: the loss, then the corrections, then the reduction.
+    reduction of the loss's paper. An option goes to the first that has it: loss, corrections, reduction.
 
     Returns the scalar with its gradient, the tokens' values [B, T] and the metrics. Raises :class:`ConfigError` for an
     unknown name or option (the nearest is offered), a column that is needed and missing, shapes that do not agree, and
@@ -79,17 +79,17 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[int] | None
     """The advantage called ``name`` of each reward; ``None`` is a reward that does not count, and has advantage 0.
 
     ``groups`` says which rewards share a baseline (left out: all do). A group of one, or one whose rewards are all the
-    same, has advantage 0; groups may be of unequal size. What a formula needs beyond rewards is given by name:
-    ``lengths``, ``greedy``, ``agents``, ``baselines``, ``episodes``, ``states``, and per token (a list for every
-    episode) ``process``, ``entropies``, ``energies``, ``log_mu``, ``log_nu``; with the latter the result has a number per token, the
-    episodes one after the other. The rest are options of the formula.
+    same, has advantage 0; groups may be of unequal size. What a formula needs beyond rewards is given by name, see
+    :class:`~headrace.algo.advantages.scores.Scores`: ``lengths``, ``greedy``, ``agents``, ``baselines``, ``episodes``,
+    ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``energies``, ``log_mu``,
+    ``log_nu``. The rest are options. A formula per token gives a number per token, the episodes one after the other.
 
     >>> advantage("rloo", [1, 0, None, 0])
     [1.0, -0.5, 0.0, -0.5]
     """
     kind = find(AnyAdvantage, "advantage", name)
-    columns = {key: options.pop(key) for key in list(options) if key in Scores.COLUMNS}
-    _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=Scores.COLUMNS)
+    columns = {key: options.pop(key) for key in list(options) if key in COLUMNS}
+    _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=COLUMNS)
     formula: Any = validate(kind, options)
     result: list[float] = formula(scores_of(rewards, groups, **columns)).tolist()
     return result
@@ -103,27 +103,29 @@ def kl(name: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:
 
 
 def _config(
-    name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: dict[str, Any]
+    name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: Mapping[str, Any]
 ) -> AlgoConfig:
-    loss_kind = find(AnyLoss, "loss", name)
-    corrections = [] if correction is None else [correction] if isinstance(correction, Choice) else list(correction)
-    tables = [_table(AnyLoss, "loss", {"kind": name})]
-    tables += [_table(AnyCorrection, "correction", part) for part in corrections if part != "none"]
-    tables.append(_table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction))
-    kinds = [kind for kind, _ in tables]
-    _refuse_unknown(options, {f"{kind.model_fields['kind'].default}": kind for kind in kinds})
+    """The settings that the arguments describe, each option in the table of the first formula that has it."""
+    if correction is None or correction == "none":
+        correction = ()
+    corrections = [correction] if isinstance(correction, str | Mapping | Section) else list(correction)
+    loss_kind, loss_table = _table(AnyLoss, "loss", name)
+    tables = [
+        (loss_kind, loss_table),
+        *(_table(AnyCorrection, "correction", part) for part in corrections),
+        _table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction),
+    ]
+    _refuse_unknown(options, {str(table["kind"]): kind for kind, table in tables})
     for key, value in options.items():
-        owner = next(table for kind, table in tables if key in options_of(kind))
-        owner[key] = value
-    (_, loss_table), *middle, (_, reduction_table) = tables
-    tree = {"loss": loss_table, "correction": [table for _, table in middle], "reduction": reduction_table}
-    return validate(AlgoConfig, tree)
+        next(table for kind, table in tables if key in options_of(kind))[key] = value
+    _, *correction_tables, reduction_table = (table for _, table in tables)
+    return validate(AlgoConfig, {"loss": loss_table, "correction": correction_tables, "reduction": reduction_table})
 
 
-def _table(union: Any, what: str, choice: Choice) -> tuple[type[Section], dict[str, Any]]:
+def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
-    table = {"kind": choice} if isinstance(choice, str) else dict(choice)
+    table = named(choice) if isinstance(choice, str) else dict(choice)
     return find(union, what, str(table.get("kind"))), table
 
 

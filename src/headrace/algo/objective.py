@@ -11,6 +11,7 @@ and ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ class Objective:
     @property
     def columns(self) -> frozenset[Column]:
         """The columns it reads beyond the ones that are always there."""
-        return frozenset[Column]().union(*(part.needs() for part in self.parts))
+        given: frozenset[Column] = (
+            frozenset({"log_old"}) if any(part.replaces_old for part in self.corrections) else frozenset()
+        )
+        return (self.loss.needs() - given).union(*(part.needs() for part in self.corrections))
 
     @property
     def needs_old(self) -> bool:
@@ -79,7 +83,7 @@ class Objective:
         return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
-        """Share of the batch's loss that these samples have, with gradient; ``weights_N`` are their rows of ``weights``."""
+        """The share of these samples in the batch's loss, with gradient; ``weights_N``: their rows of ``weights``."""
         self._check(inputs)
         inputs = _clean(inputs)
         metrics = off_policy(inputs)
@@ -164,4 +168,5 @@ def _clean(inputs: LossInputs) -> LossInputs:
         wide = x_N if x_N.element_size() >= 4 else x_N.float()
         return wide.masked_fill(outside_N if wide.ndim == 1 else outside_N[:, None], 0.0)
 
-    return replace(inputs, **{name: column(getattr(inputs, name)) for name in _COLUMNS})
+    columns: dict[str, Any] = {name: column(getattr(inputs, name)) for name in _COLUMNS}
+    return replace(inputs, **columns)

@@ -76,6 +76,7 @@ class Update:
     grad_norm: float
     """Global, before clipping."""
     lr: float
+    """The rate of this update."""
     seconds: float
 
 

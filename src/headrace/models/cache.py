@@ -27,21 +27,23 @@ class KeyValueCache:
         self.num_columns = num_columns
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, key_NKE: Tensor, value_NKE: Tensor, flat_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Put each token's key and value at its flat place (row · columns + column); the layer's whole
-        ``[rows, C, K, E]`` keys and values come back."""
+    def write(
+        self, layer: int, pair_NKE: tuple[Tensor, Tensor], rows_N: Tensor, columns_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put each token's key and value at its row and column; the layer's whole ``[rows, K, C, E]`` keys and values
+        come back."""
         if layer not in self._layers:
-            self._layers[layer] = (self._empty(key_NKE), self._empty(value_NKE))
+            self._layers[layer] = (self._empty(pair_NKE[0]), self._empty(pair_NKE[1]))
         keys, values = self._layers[layer]
-        keys.flatten(0, 1).index_copy_(0, flat_N, key_NKE)
-        values.flatten(0, 1).index_copy_(0, flat_N, value_NKE)
+        keys[rows_N, :, columns_N] = pair_NKE[0]
+        values[rows_N, :, columns_N] = pair_NKE[1]
         return keys, values
 
     def move(self, sources: np.ndarray[Any, Any], targets: np.ndarray[Any, Any], length: int) -> None:
         """Copy the first ``length`` columns of rows ``sources`` over those of rows ``targets``."""
         for tensor in self._tensors():
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-                tensor[target, :length].copy_(tensor[source, :length])
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def clear(self, rows: np.ndarray[Any, Any]) -> None:
         """Zero these rows: what is not finite would reach a later sequence of the row as 0 · NaN."""
@@ -52,7 +54,7 @@ class KeyValueCache:
         return [tensor for pair in self._layers.values() for tensor in pair]
 
     def _empty(self, like_NKE: Tensor) -> Tensor:
-        return like_NKE.new_zeros(self.num_rows, self.num_columns, *like_NKE.shape[1:])
+        return like_NKE.new_zeros(self.num_rows, like_NKE.shape[1], self.num_columns, like_NKE.shape[2])
 
 
 class CachePlan:
@@ -77,14 +79,13 @@ class CachePlan:
         decode_D = torch.from_numpy(positions_D).to(device)
         joined = [decode_D] if self._prompts is None else [decode_D, self._prompts.positions_N]
         self.positions_N = torch.cat(joined)
-        rows_N = torch.from_numpy(np.repeat(np.arange(len(lengths_R)), lengths_R)).to(device)
-        self._flat_N = rows_N * cache.num_columns + self.positions_N
+        self._rows_N = torch.from_numpy(np.repeat(np.arange(len(lengths_R)), lengths_R)).to(device)
         self.last_R = torch.from_numpy(np.cumsum(lengths_R) - 1).to(device)
         """The place in the pass of each row's last token: the one whose logits are needed."""
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
-        keys, values = self._cache.write(rule.layer, key_NKE, value_NKE, self._flat_N)
+        keys, values = self._cache.write(rule.layer, (key_NKE, value_NKE), self._rows_N, self.positions_N)
         split = self._num_decode
         if self._prompts is None:
             return self._decode(query_NHE, keys, values, rule)
@@ -95,8 +96,8 @@ class CachePlan:
 
     def _decode(self, query_DHE: Tensor, keys: Tensor, values: Tensor, rule: Rule) -> Tensor:
         """The query heads of one key-value head stand as G queries, so no key or value is repeated."""
-        key_DKCE = keys[: self._num_decode, : self._reach].transpose(1, 2)
-        value_DKCE = values[: self._num_decode, : self._reach].transpose(1, 2)
+        key_DKCE = keys[: self._num_decode, :, : self._reach]
+        value_DKCE = values[: self._num_decode, :, : self._reach]
         mask = self._mask(rule, query_DHE)
         if not rule.plain:
             return attend_masked(query_DHE[:, :, None], key_DKCE, value_DKCE, mask[:, None], rule)[:, :, 0]

@@ -15,6 +15,7 @@ from headrace.observe.verdict import Verdict
 from headrace.observe.words import duration, number, visible
 
 _LONGEST = 4000
+_SHOWN_ABOVE = ("ledger", "age_histogram", "warnings", "verdict")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,7 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
         _cards(run),
         *map(_figure, pictures),
         _conservation(run.summary.get("ledger")),
-        _details(
-            "Every number of the summary", _pairs(run.summary, skip=("ledger", "age_histogram", "warnings", "verdict"))
-        ),
+        _details("Every number of the summary", _pairs(run.summary, skip=_SHOWN_ABOVE)),
         _details("Configuration", _json(run.config)),
     ]
     return _SHELL.format(title=_text(f"{name} · headrace"), style=_STYLE, body="\n".join(filter(None, parts)))

@@ -97,6 +97,28 @@ class PlainView:
         self._stream.flush()
 
 
+class SilentView:
+    """Shows nothing."""
+
+    def step(self, record: StepRecord) -> None:
+        """Nothing."""
+
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Nothing."""
+
+    def update(self, state: LiveState) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        return
+
+
 class LiveView:
     """A picture that stays in place at the foot of the terminal; events scroll by above it."""
 

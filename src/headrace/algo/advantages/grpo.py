@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.algo.advantages.base import AdvantageSection, Floats, Scores, centered, divided, total
+from headrace.algo.advantages.base import AdvantageSection, centered, divided, total
+from headrace.algo.advantages.scores import Floats, Scores
 
 DDOF = {"ddof0": 0, "ddof1": 1}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headrace.algo.base import Column, Factor, LossInputs
 from headrace.config import Section
@@ -10,12 +10,15 @@ from headrace.config import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
+Level = Literal["token", "sequence", "geometric"]
+
 
 class CorrectionSection(Section):
     """A correction that reads log μ and log π_old."""
 
     weighs: ClassVar[bool] = False
     corrects: ClassVar[bool] = True
+    replaces_old: ClassVar[bool] = False
 
     def needs(self) -> frozenset[Column]:
         """The columns it reads beyond the ones that are always there."""
@@ -24,6 +27,18 @@ class CorrectionSection(Section):
     def select(self, whole: LossInputs) -> Tensor:
         """The tokens it chooses from the whole batch."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
+
+
+def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
+    """log ρ for every token: its own, the sum over its sequence (clamped to ±20), or the mean over its sequence."""
+    log_rho_N = inputs.log_rho_N()
+    match level:
+        case "token":
+            return log_rho_N
+        case "sequence":
+            return inputs.sum_S(log_rho_N).clamp(-20.0, 20.0)[inputs.samples_N]
+        case "geometric":
+            return inputs.mean_S(log_rho_N)[inputs.samples_N]
 
 
 def keep_sequences(inputs: LossInputs, keep_S: Tensor) -> Factor:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Aspo(PolicyLoss):
-    """A > 0: −sg(min(1/r, c))·A·π/sg(π), without gradient where r > 1+ε_h; A < 0: the dual-clipped surrogate, at most −c·A.
+    """A > 0: −sg(min(1/r, c))·A·π/sg(π), no gradient where r > 1+ε_h; A < 0: −clip(r, 1−ε, c)·A, the dual clip.
 
     Source: Wang et al., arXiv 2510.06062 (ratios of positive tokens inverted, soft dual clip); r = π/π_old.
     """

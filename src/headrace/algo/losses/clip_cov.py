@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ClipCov(ClippedLoss):
-    """The clipped surrogate, and 0 for the fraction of tokens with the largest (A − mean A)·(log π − mean log π) of the batch.
+    """The clipped surrogate; 0 for the fraction of the batch with the largest (A − mean A)·(log π − mean log π).
 
     Source: Cui et al., arXiv 2505.22617, eq. 9; the largest are taken, where the paper draws from a band.
     """

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import pydantic
+from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, TokenLoss
 from headrace.algo.losses.section import AnchoredLoss
@@ -29,7 +30,7 @@ class Custom(AnchoredLoss):
     """Selects this loss."""
     ref: str
     """``"path/to/file.py:function"``; the path is taken from where the run is started."""
-    options: dict[str, bool | int | float | str] = {}
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments that the function is called with, beside the inputs."""
     anchor: Anchor = "old"
     """``"mu"`` says that the function takes its own ratio against μ, so that no correction is laid on top."""

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Dpo(LossSection):
-    """−log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ over the sequence of log π/π_ref; every token of a pair has the pair's value.
+    """−log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ over the sequence of log π/π_ref, for every token of the pair.
 
-    In each group exactly one sample is chosen (advantage above 0) and one rejected (below 0); reduced by prompt, the batch's
-    loss is the mean over pairs. Source: Rafailov et al., arXiv 2305.18290, eq. 7.
+    In each group exactly one sample is chosen (advantage above 0) and one rejected (below 0); reduced by prompt, the
+    batch's loss is the mean over pairs. Source: Rafailov et al., arXiv 2305.18290, eq. 7.
     """
 
     kind: Literal["dpo"] = "dpo"

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class M2po(AnchoredLoss):
-    """−keep·r·A, r = π/μ; the tokens with the largest (log r)² are dropped until the mean over the rest of the batch is at
-    most τ_M2. Equal values are kept or dropped together.
+    """−keep·r·A, r = π/μ; the largest (log r)² of the batch are dropped until the mean of the rest is at most τ_M2.
+
+    Equal values are kept or dropped together.
 
     Source: Zheng et al., arXiv 2510.01161, eq. 6 and algorithm 1.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RefKl(LossSection):
-    """KL(π‖π_ref) by the estimator k1 = −x, k2 = x²/2 or k3 = eˣ−1−x, x = log π_ref − log π. Advantages are not looked at.
+    """KL(π‖π_ref) by k1 = −x, k2 = x²/2 or k3 = eˣ−1−x, x = log π_ref − log π. Advantages are not looked at.
 
     Source: Schulman (2020), "Approximating KL divergence"; unbiased form: DeepSeek-V3.2, eq. 7.
     """

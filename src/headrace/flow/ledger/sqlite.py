@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -45,6 +46,7 @@ class SqliteLedger:
     def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int) -> None:
         self._path = path
         self._group_size = group_size
+        self._one_at_a_time = threading.RLock()  # a writer's thread records while another counts
         self._write: dict[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Move: self._move,
@@ -282,7 +284,8 @@ class SqliteLedger:
     @contextmanager
     def _explained(self, action: str) -> Iterator[None]:
         try:
-            yield
+            with self._one_at_a_time:
+                yield
         except sqlite3.Error as error:
             raise LedgerError(
                 f"the ledger {self._path} cannot be {action}: {error}",

@@ -30,15 +30,16 @@ class Theme:
     wait: str
     brown: str
     pale: str
+    slate: str
 
 
 LIGHT = Theme(
     paper="#ffffff", ink="#1b2330", faint="#5b6675", grid="#e3e7ec", blue="#0072B2", orange="#E69F00", green="#009E73",
-    purple="#CC79A7", sky="#56B4E9", red="#D55E00", wait="#dfe3e8", brown="#B07A00", pale="#B9DDF5",
+    purple="#CC79A7", sky="#56B4E9", red="#D55E00", wait="#dfe3e8", brown="#B07A00", pale="#B9DDF5", slate="#A9B4C0",
 )  # fmt: skip
 DARK = Theme(
     paper="#171c24", ink="#e8ecf1", faint="#9aa7b6", grid="#2b3440", blue="#4ba3e3", orange="#F0B429", green="#2bc49a",
-    purple="#e08fbd", sky="#8fd0f5", red="#f07a35", wait="#39434f", brown="#C08F2A", pale="#5f8aa6",
+    purple="#e08fbd", sky="#8fd0f5", red="#f07a35", wait="#39434f", brown="#C08F2A", pale="#5f8aa6", slate="#66727f",
 )  # fmt: skip
 
 Draw = Callable[[Figure, RunData, Theme], None]

@@ -44,7 +44,7 @@ def draw_timeline(figure: Figure, run: RunData, theme: Theme) -> None:
         zoom.set_title(f"Timeline: {_steps_in(run, within)}, the framed part above")
     _bars(zoom, run, lanes, within, theme)
     handles = [Patch(color=_color(lane, name, theme), label=label) for lane, name, label in _legend(run.spans, within)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=9, handlelength=1.2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, fontsize=9, handlelength=1.2)
 
 
 def lanes_of(spans: Iterable[Span]) -> list[str]:
@@ -134,7 +134,7 @@ def _drawn(spans: list[Span], within: Interval, thinnest: float) -> list[Interva
 
 
 def _rows(axes: Any, lanes: list[str]) -> None:
-    axes.set_yticks(range(len(lanes)), [lane.encode("ascii", "backslashreplace").decode()[:16] for lane in lanes])
+    axes.set_yticks(range(len(lanes)), [_plain(lane) for lane in lanes])
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")
 
@@ -147,9 +147,14 @@ def _legend(spans: Iterable[Span], within: Interval) -> list[tuple[str, str, str
     )
     entries: dict[str, tuple[str, str, str]] = {}
     for lane, name in order:
-        words = "waiting" if is_wait(shown[lane, name]) else f"{lane}: {name}"
-        entries.setdefault(words, (lane, name, words.encode("ascii", "backslashreplace").decode()[:24]))
-    return list(entries.values())[:14]
+        words = "waiting" if is_wait(shown[lane, name]) else _plain(name.replace("_", " "))
+        entries.setdefault(f"{lane if lane not in _LANES else ''}{words}", (lane, name, words))
+    return list(entries.values())[:18]
+
+
+def _plain(text: str) -> str:
+    """Short, and in letters that every font has."""
+    return text.encode("ascii", "backslashreplace").decode()[:18]
 
 
 def _color(lane: str, name: str, theme: Theme) -> str:
@@ -163,7 +168,13 @@ def _color(lane: str, name: str, theme: Theme) -> str:
         ("engine", "commit"): theme.red,
         ("sync", "commit"): theme.red,
     }
-    usual = {"engine": theme.blue, "learner": theme.orange, "scoring": theme.green, "sync": theme.sky}
+    usual = {
+        "engine": theme.blue,
+        "learner": theme.orange,
+        "scoring": theme.green,
+        "sync": theme.sky,
+        "rollout": theme.slate,
+    }
     return own.get((lane, name), usual.get(lane, theme.faint))
 
 

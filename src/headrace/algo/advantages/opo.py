@@ -1,0 +1,24 @@
+"""OPO: the baseline of least variance, if a gradient's norm grows with its length."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from headrace.algo.advantages.base import AdvantageSection, centered, given
+from headrace.algo.advantages.scores import Floats, Scores
+
+
+class Opo(AdvantageSection):
+    """R − Σ(length·R)/Σ(length) over the group. Needs ``lengths``.
+
+    Source: Hao et al., arXiv 2505.23585, eq. 7.
+    """
+
+    kind: Literal["opo"] = "opo"
+    """Selects this advantage."""
+
+    def __call__(self, scores: Scores) -> Floats:
+        """The credit of every episode."""
+        return centered(scores, given(scores.lengths_E, "lengths").astype(np.float64))

@@ -1,0 +1,25 @@
+"""ReMax: the greedy answer is the baseline."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from headrace.algo.advantages.base import AdvantageSection, given
+from headrace.algo.advantages.scores import Floats, Scores
+
+
+class Remax(AdvantageSection):
+    """R − R_greedy of the same task; needs ``greedy``. A group of one is defined.
+
+    Source: Li et al., arXiv 2310.10505, eq. 6.
+    """
+
+    kind: Literal["remax"] = "remax"
+    """Selects this advantage."""
+
+    def __call__(self, scores: Scores) -> Floats:
+        """The credit of every episode."""
+        greedy_E = given(scores.greedy_E, "greedy")
+        return np.where(scores.counted_E & ~np.isnan(greedy_E), scores.values_E - np.nan_to_num(greedy_E), 0.0)

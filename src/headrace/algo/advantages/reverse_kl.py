@@ -1,0 +1,34 @@
+"""On-policy distillation: what the teacher thinks of each sampled token."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from headrace.algo.advantages.base import AdvantageSection, centered, given
+from headrace.algo.advantages.scores import Floats, Scores
+
+
+class ReverseKl(AdvantageSection):
+    """β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
+
+    The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
+    Source: Agarwal et al. (GKD), arXiv 2306.13649; Lu (2025), "On-policy distillation".
+    """
+
+    kind: Literal["reverse_kl"] = "reverse_kl"
+    """Selects this advantage."""
+    beta: float = Field(default=1.0, ge=0)
+    """β: weight of the teacher."""
+    weight: float = Field(default=0.0, ge=0)
+    """ω: weight of the reward; 0 leaves rewards out altogether."""
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, scores: Scores) -> Floats:
+        """The credit of every token."""
+        gap_N = given(scores.log_nu_N, "log_nu") - given(scores.log_mu_N, "log_mu")
+        finite_N = np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
+        credit_N = self.beta * finite_N
+        return credit_N + self.weight * centered(scores)[scores.owners_N] if self.weight else credit_N

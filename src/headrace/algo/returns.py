@@ -1,0 +1,77 @@
+"""Generalised advantage estimation over padded sequences, and what a critic learns from it.
+
+Shape legend: B sequences of T positions, N tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import Field
+
+from headrace.algo.base import TokenLoss
+from headrace.config import Section
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Gae(NamedTuple):
+    """What :func:`gae` gives; both are 0 outside the mask and carry no gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+    """Advantage + value: what the critic learns."""
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Gae:
+    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of the mask; [B, T] or [T].
+
+    A token outside the mask (an observation, padding) is not a step: the one before it continues at the next token of
+    the mask, and its reward, value and number of positions have no influence. The value after the last is 0.
+    Source: Schulman et al., arXiv 1506.02438, eq. 16.
+
+    >>> import torch
+    >>> gae(torch.tensor([0.0, 1.0]), torch.tensor([0.2, 0.5]), torch.tensor([True, True])).returns
+    tensor([1., 1.])
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}={value} is not a discount", remedy=f"choose {name} between 0 and 1")
+    if not rewards.shape == values.shape == mask.shape:
+        shapes = f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask {tuple(mask.shape)}"
+        raise ConfigError(f"gae needs columns of one shape, not {shapes}", remedy="give all of them [B, T] or [T]")
+    steps, values = mask.bool(), values.detach()
+    rewards = rewards.detach().to(values.dtype)
+    advantages = values.new_zeros(values.shape)
+    next_value = next_advantage = values.new_zeros(values.shape[:-1])
+    for t in range(values.shape[-1] - 1, -1, -1):
+        step = steps[..., t]
+        delta = rewards[..., t] + gamma * next_value - values[..., t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[..., t] = advantage.masked_fill(~step, 0.0)
+        next_advantage = advantage.where(step, next_advantage)
+        next_value = values[..., t].where(step, next_value)
+    return Gae(advantages, (advantages + values).masked_fill(~steps, 0.0))
+
+
+class CriticLoss(Section):
+    """½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
+
+    Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
+    """
+
+    clip: float | None = Field(default=0.2, gt=0)
+    """ε: how far a value may move from the old one before it stops being learnt; ``None``: no such bound."""
+    coef: float = Field(default=0.5, ge=0)
+    """Weight beside the policy's loss."""
+
+    def __call__(self, values_N: Tensor, old_N: Tensor, returns_N: Tensor) -> TokenLoss:
+        """The value of every token; multiply by a reduction's weights, as for a policy."""
+        loss_N = (values_N - returns_N).square() / 2
+        if self.clip is None:
+            return TokenLoss(tokens_N=self.coef * loss_N)
+        near_N = old_N + (values_N - old_N).clamp(-self.clip, self.clip)
+        bounded_N = (near_N - returns_N).square() / 2
+        return TokenLoss(tokens_N=self.coef * loss_N.maximum(bounded_N), clipped_N=bounded_N > loss_N)

@@ -1,0 +1,42 @@
+"""Kimi k1.5's length reward: among answers to one prompt, shorter is better."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from headrace.algo.advantages.base import given
+from headrace.algo.advantages.scores import Floats, Scores
+from headrace.config import Section
+
+
+class Length(Section):
+    """R + w·λ if R > threshold, else R + w·min(0, λ); λ = ½ − (|y| − shortest)/(longest − shortest) of the group.
+
+    A group whose answers are all of one length is left alone. Needs lengths. Source: Kimi k1.5, arXiv 2501.12599,
+    section 2.3.3.
+    """
+
+    kind: Literal["length"] = "length"
+    """Selects this shaping."""
+    weight: float = Field(default=1.0, ge=0)
+    """w: weight of the length reward."""
+    threshold: float = 0.5
+    """A reward above it counts as a right answer, which alone can gain by being short."""
+
+    def __call__(self, scores: Scores) -> Floats:
+        """The shaped reward of every episode."""
+        lengths_E = given(scores.lengths_E, "lengths").astype(np.float64)
+        _, index = np.unique(scores.groups_E, return_inverse=True)
+        shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)
+        counted_E = scores.counted_E
+        np.minimum.at(shortest, index[counted_E], lengths_E[counted_E])
+        np.maximum.at(longest, index[counted_E], lengths_E[counted_E])
+        range_E = np.where(counted_E, longest[index] - shortest[index], 0.0)
+        share_E = np.divide(lengths_E - shortest[index], range_E, out=np.full(len(lengths_E), 0.5), where=range_E > 0)
+        bonus_E = 0.5 - share_E
+        right_E = scores.values_E > self.threshold
+        shaped_E: Floats = scores.rewards_E + self.weight * np.where(right_E, bonus_E, np.minimum(bonus_E, 0.0))
+        return shaped_E

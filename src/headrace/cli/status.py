@@ -1,0 +1,68 @@
+"""``headrace status``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import typer
+
+from headrace.cli.output import console, print_json, table
+
+
+def status(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+) -> None:
+    """Show every process of a run, its state and version, and who waits for whom."""
+    seen = look(run_dir)
+    if as_json:
+        print_json(seen)
+        return
+    out = console()
+    out.print(f"{seen['run_dir']}: {seen['state']}, step {seen['steps_done']} of {seen['steps_total']}", style="bold")
+    rows = table("", "role", "pid", "state", "version")
+    for part in seen["components"]:
+        version = "" if part["version"] is None else str(part["version"])
+        rows.add_row(part["role"], str(part["pid"]), part["state"], version)
+    out.print(rows)
+    if seen["state"] == "running":
+        out.print(f"phase: {seen['phase']}; loops:")
+        for line in seen["waits"]:
+            out.print(line)
+    if seen["cause"]:
+        out.print(f"cause: {seen['cause']}")
+
+
+def look(run_dir: Path) -> dict[str, Any]:
+    """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
+    from headrace.errors import DataError
+    from headrace.session.directory import read_status, read_summary
+
+    last = read_status(run_dir)
+    if last is None:
+        raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")
+    summary = read_summary(run_dir)
+    components = [
+        {
+            "role": part.role,
+            "pid": part.pid,
+            "state": part.state if psutil.pid_exists(part.pid) else "ended",
+            "version": part.version,
+        }
+        for part in last.components
+    ]
+    alive = components[0]["state"] != "ended"
+    ended = "killed" if summary is None else str(summary["status"])
+    return {
+        "run_dir": str(run_dir),
+        "state": "running" if alive else ended,
+        "cause": "" if summary is None or alive else str(summary["cause"]),
+        "phase": last.phase,
+        "steps_done": last.steps_done,
+        "steps_total": last.steps_total,
+        "version": last.version,
+        "components": components,
+        "waits": last.waits,
+    }

@@ -1,0 +1,7 @@
+"""The demo: two-digit addition on a small model made on the spot. The supervised phase imitates a careless teacher who
+forgets the carry more often than not; reinforcement learning with a checked answer ends the carelessness.
+"""
+
+from headrace.recipes.demo.build import Demo, build_demo
+
+__all__ = ["Demo", "build_demo"]

@@ -1,0 +1,59 @@
+"""The supervised phase of the demo: the library's own learner, with the cross-entropy of a careless teacher's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
+from headrace.clock import RealClock
+from headrace.learner import LearnerConfig
+from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.models import ModelConfig, load_model, load_tokenizer
+from headrace.recipes.demo.build import CARELESS_FRAC, WARM_BATCH, WARM_STEPS
+from headrace.recipes.demo.task import Pair, answer, careless, prompt
+from headrace.types.batch import Batch, TrainSample
+from headrace.types.episode import EpisodeKey
+from headrace.types.tokens import Tokens
+
+
+def warm_start(
+    model_dir: Path, out: Path, pairs: list[Pair], *, seed: int, progress: Callable[[int, int], None]
+) -> None:
+    """Train the model in ``model_dir`` on demonstrations, drawn afresh each time, and write it to ``out``."""
+    tokenizer = load_tokenizer(str(model_dir))
+    core = LearnerCore(
+        load_model(ModelConfig(path=str(model_dir))),
+        LearnerConfig(lr=2e-3, warmup_steps=20, betas=(0.9, 0.98), tokens_per_microbatch=4096),
+        Objective.build(AlgoConfig.model_validate({"loss": "ce"})),
+        LearnerContext(temperature=1.0, total_steps=WARM_STEPS, model_dir=model_dir, clock=RealClock()),
+    )
+    rng = np.random.default_rng([seed, 1])
+    for step in range(WARM_STEPS):
+        chosen = [pairs[index] for index in rng.integers(len(pairs), size=WARM_BATCH)]
+        forgets = rng.random(WARM_BATCH) < CARELESS_FRAC
+        texts = [
+            (prompt(pair), careless(pair) if forgot else answer(pair))
+            for pair, forgot in zip(chosen, forgets, strict=True)
+        ]
+        samples = [
+            _demonstration(index, tokenizer.encode(asked), [*tokenizer.encode(said), tokenizer.eos_token_id])
+            for index, (asked, said) in enumerate(texts)
+        ]
+        core.train(Batch.collate(step, samples))
+        progress(step + 1, WARM_STEPS)
+    out.mkdir(parents=True, exist_ok=True)
+    core.save(out)
+
+
+def _demonstration(index: int, asked: list[int], said: list[int]) -> TrainSample:
+    """A prompt and an answer that the loss is to make likelier."""
+    return TrainSample(
+        key=EpisodeKey(index, 0),
+        tokens=Tokens.observed([*asked, *said]),
+        mask_T=np.array([False] * len(asked) + [True] * len(said)),
+        advantage=1.0,
+    )

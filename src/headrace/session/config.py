@@ -1,0 +1,96 @@
+"""A whole run file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from headrace.algo.config import AlgoConfig
+from headrace.config import Section, load_toml, merge, parse_override, validate
+from headrace.control import RunSection
+from headrace.engine import EngineConfig
+from headrace.env import DataConfig, EnvConfig
+from headrace.errors import ConfigError
+from headrace.flow import FlowConfig
+from headrace.launch import LaunchConfig
+from headrace.learner import LearnerConfig
+from headrace.models import ModelConfig
+from headrace.observe.config import ObserveConfig
+from headrace.sync import SyncConfig
+
+RunFile = str | Path | Mapping[str, Any]
+"""The path of a TOML file, or its tree."""
+
+
+class RunConfig(Section):
+    """Everything that a run file can say."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    env: EnvConfig = EnvConfig()
+    engine: EngineConfig = EngineConfig()
+    flow: FlowConfig = FlowConfig()
+    algo: AlgoConfig = AlgoConfig()
+    learner: LearnerConfig = LearnerConfig()
+    sync: SyncConfig = SyncConfig()
+    launch: LaunchConfig = LaunchConfig()
+    observe: ObserveConfig = ObserveConfig()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="after")
+    def _stale_tokens_are_corrected(self) -> Self:
+        if self.flow.max_age > 0 and not self.algo.corrected and not self.algo.allow_uncorrected:
+            raise ConfigError(
+                f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
+                remedy="set algo.correction = 'tis' (or another), flow.max_age = 0, or, to insist, "
+                "algo.allow_uncorrected = true",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> Self:
+        if self.learner.warmup_steps > self.run.steps:
+            raise ConfigError(
+                f"learner.warmup_steps={self.learner.warmup_steps} is more than run.steps={self.run.steps}",
+                remedy="warm up for less, or train for longer",
+            )
+        return self
+
+    def fingerprint(self) -> str:
+        """Names the settings that decide what is learned: all but how long, where to, and what is shown."""
+        tree = self.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "launch": True})
+        return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
+    """A run file with ``section.key=value`` overrides laid over it, checked.
+
+    Paths in a TOML file are relative to the file; in a tree, to the working directory.
+
+    >>> load_config({"model": {"path": "m"}}, ["flow.max_age=0"]).flow.max_age
+    0
+    """
+    if isinstance(source, RunConfig):
+        tree = source.model_dump(mode="json")
+    elif isinstance(source, Mapping):
+        tree = dict(source)
+    else:
+        tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    return validate(RunConfig, merge(tree, *(parse_override(text) for text in overrides)))
+
+
+_PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("env", "reward"), ("run", "dir"))
+
+
+def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    for section, key in _PATHS:
+        table = tree.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value:
+            tree = merge(tree, {section: {key: str(directory / Path(value).expanduser())}})
+    return tree

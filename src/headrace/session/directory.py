@@ -1,0 +1,126 @@
+"""A run's directory: its lock, and the files that say what it is and how it ended."""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.clock import Clock
+from headrace.config import merge
+from headrace.control.recovery import starting_point
+from headrace.errors import ConfigError, RunError
+from headrace.launch import Component
+
+CONFIG_FILE = "config.json"
+LEDGER_FILE = "ledger.sqlite"
+LOCK_FILE = "lock"
+STATUS_FILE = "status.json"
+SUMMARY_FILE = "summary.json"
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """``status.json``: what a run is doing, written every second while it lives."""
+
+    phase: str
+    steps_done: int
+    steps_total: int
+    version: int
+    """The committed one; −1 before the first."""
+    written_s: float
+    """Seconds since 1970."""
+    components: list[Component]
+    waits: list[str]
+    """The loops of the controller, a line each."""
+
+
+def choose_directory(asked: str, clock: Clock) -> Path:
+    """The directory of a new or resumed run."""
+    if asked:
+        return Path(asked).expanduser().resolve()
+    moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
+    return (Path("runs") / moment).resolve()
+
+
+@contextmanager
+def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
+    """Hold ``run_dir`` for this process alone.
+
+    Raises :class:`~headrace.errors.ConfigError` if another process holds it, if it has a run already and ``resume`` is
+    not asked for, or if there is none to resume.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} cannot be used: {error}", remedy="choose a directory that can be written"
+        ) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"run.dir={str(run_dir)!r} is in use by another process",
+                remedy=f"wait for it (headrace status {run_dir}), or choose another run.dir",
+            ) from None
+        exists = (run_dir / LEDGER_FILE).exists()
+        if exists and not resume:
+            raise ConfigError(
+                f"run.dir={str(run_dir)!r} holds a run already",
+                remedy="add --resume to go on, or choose another run.dir",
+            )
+        if resume and not exists:
+            raise ConfigError(
+                f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write ``tree`` (or a record) so that a reader sees the old file or the new one."""
+    data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error}", remedy="check that its disk has room (df -h)") from None
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """The last status; ``None`` if the run has not written one."""
+    try:
+        return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
+    except OSError:
+        return None
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of the run's last life; ``None`` if it has not ended."""
+    try:
+        tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return tree
+
+
+def run_file_of(where: Path) -> dict[str, Any] | Path:
+    """What to evaluate: a run file as it is, or a run directory's settings with its newest checkpoint as the model."""
+    if not where.is_dir():
+        return where
+    try:
+        tree: dict[str, Any] = json.loads((where / CONFIG_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(f"{where} holds no run", remedy="name a run file, or the directory of a run") from None
+    snapshot = starting_point(where).snapshot
+    return tree if snapshot is None else merge(tree, {"model": {"path": str(snapshot)}})

@@ -1,0 +1,137 @@
+"""What is checked and loaded before any process starts: rows, prompts, the reward's file, the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.env.data import Row, as_rows, load_rows
+from headrace.env.prompts import make_tasks
+from headrace.errors import ConfigError, DataError
+from headrace.models import context_length, load_tokenizer
+from headrace.scoring.reward import reward_reference, split_reference
+from headrace.session.config import RunConfig
+from headrace.types.messages.codec import Codec
+from headrace.types.messages.scorer import Score
+from headrace.types.task import Task
+
+Rows = Iterable[Mapping[str, Any]]
+"""Rows handed over in Python: a list of dicts, or a ``datasets`` object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a caller hands over in Python instead of naming it in the run file."""
+
+    data: Rows | None = None
+    eval_data: Rows | None = None
+    reward: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that the launch needs, beside the configuration."""
+
+    config: RunConfig
+    """With the reward's reference filled in."""
+    tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+    stop_ids: tuple[int, ...]
+    max_context: int
+    decode: Callable[[Sequence[int]], str]
+
+
+def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prepared:
+    """Load and check it all. ``training=False``: only the held-out rows are needed.
+
+    Raises :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.DataError`,
+    :class:`~headrace.errors.ModelError` or :class:`~headrace.errors.EnvError`.
+    """
+    config = _with_reward(config, inputs)
+    rows = _rows(config.data.path, inputs.data, "data.path") if training else []
+    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path")
+    if training and not rows:
+        raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
+    if not training and not eval_rows:
+        raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
+    tokenizer = load_tokenizer(config.model.path)
+    column = config.data.prompt_column
+    tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data")
+    eval_tasks = make_tasks(eval_rows, column, tokenizer, source=config.data.eval_path or "eval_data")
+    _refuse_unsendable([*tasks, *eval_tasks])
+    stop_ids = _stop_ids(config.model.path, tokenizer.eos_token_id)
+    return Prepared(
+        config=config,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        stop_ids=stop_ids,
+        max_context=_context(config, [*tasks, *eval_tasks]),
+        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+    )
+
+
+def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
+    reference = config.env.reward if inputs.reward is None else reward_reference(inputs.reward)
+    if not reference:
+        raise ConfigError("env.reward is not set", remedy="set env.reward = 'file.py:function', or give reward=")
+    path, name = split_reference(reference)
+    env = config.env.model_copy(update={"reward": f"{path.resolve()}:{name}"})
+    return config.model_copy(update={"env": env})
+
+
+def _rows(path: str, given: Rows | None, name: str) -> list[Row]:
+    if given is not None:
+        if path:
+            raise ConfigError(f"{name}={path!r} is set, and rows are handed over too", remedy="give one of them")
+        return as_rows(given)
+    return load_rows(Path(path)) if path else []
+
+
+def _context(config: RunConfig, tasks: Sequence[Task]) -> int:
+    """How long prompt and completion together may be; refuses what no task could fit."""
+    possible = context_length(config.model.path)
+    asked = config.engine.max_context
+    if asked is not None and asked > possible:
+        raise ConfigError(
+            f"engine.max_context={asked} is more than the model's context of {possible}",
+            remedy=f"set engine.max_context <= {possible}",
+        )
+    new = config.engine.max_new_tokens
+    longest = max(len(task.prompt_ids_T) for task in tasks)
+    shortest = min(len(task.prompt_ids_T) for task in tasks)
+    context = asked if asked is not None else min(possible, longest + new)
+    if shortest + new > context:
+        raise ConfigError(
+            f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the context "
+            f"of {context}",
+            remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
+        )
+    return context
+
+
+def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
+    """The tokenizer's end of sequence, and what the model's own generation settings add to it."""
+    import json
+
+    file = Path(model_path) / "generation_config.json"
+    try:
+        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError):
+        extra = None
+    ids = extra if isinstance(extra, list) else [extra]
+    return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
+
+
+def _refuse_unsendable(tasks: Sequence[Task]) -> None:
+    """Rows travel to the scoring workers: better to know now than in the middle of a run."""
+    codec = Codec(Score)
+    for task in tasks:
+        try:
+            codec.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row))
+        except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(
+                f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
+                remedy="keep text, numbers, lists and dicts in the rows",
+            ) from None

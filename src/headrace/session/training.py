@@ -1,0 +1,184 @@
+"""``headrace train``: from a run file to a summary."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.clock import RealClock
+from headrace.control import Controller, Summary
+from headrace.control.observer import Observers
+from headrace.control.recovery import StartingPoint, starting_point
+from headrace.env.data import Order as RowOrder
+from headrace.flow.ledger import SqliteLedger, ThreadedWriter
+from headrace.launch import Order, World, local_world
+from headrace.observe import Recorder, judge, open_view, write_report
+from headrace.observe.terminal import PlainView, SilentView, View
+from headrace.session.config import RunConfig, RunFile, load_config
+from headrace.session.directory import (
+    CONFIG_FILE,
+    LEDGER_FILE,
+    STATUS_FILE,
+    SUMMARY_FILE,
+    Status,
+    choose_directory,
+    locked,
+    write_json,
+)
+from headrace.session.order import make_order
+from headrace.session.prepare import Inputs, Prepared, Rows, prepare
+from headrace.session.running import first_cause, in_own_loop
+from headrace.types.observation import Fractions
+
+REDRAW_S = 0.5
+"""How often the live view and ``status.json`` are renewed."""
+
+
+def train(
+    config: RunFile | RunConfig,
+    *,
+    data: Rows | None = None,
+    eval_data: Rows | None = None,
+    reward: Callable[..., Any] | None = None,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+) -> Summary:
+    """Train a model as ``config`` says (a TOML file, a tree, or a record), and say what came of it.
+
+    ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
+    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C ends the run after the step
+    that is running, with a checkpoint.
+
+    Raises :class:`~headrace.errors.HeadraceError`; ``summary.json`` is written all the same once training has begun.
+    """
+    prepared = prepare(load_config(config, overrides), Inputs(data=data, eval_data=eval_data, reward=reward))
+    run_dir = choose_directory(prepared.config.run.dir, RealClock())
+    with locked(run_dir, resume=resume):
+        try:
+            return in_own_loop(lambda: _train(prepared, run_dir))
+        finally:
+            if prepared.config.observe.report and (run_dir / SUMMARY_FILE).exists():
+                write_report(run_dir)
+
+
+async def _train(prepared: Prepared, run_dir: Path) -> Summary:
+    config = prepared.config
+    start = starting_point(run_dir)
+    write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
+    with ExitStack() as stack:
+        ledger = SqliteLedger(
+            run_dir / LEDGER_FILE, group_size=config.flow.group_size, groups_per_step=config.flow.groups_per_step
+        )
+        stack.callback(ledger.close)
+        writer = ThreadedWriter(ledger)
+        stack.callback(writer.close)
+        recorder = stack.enter_context(Recorder(run_dir))
+        view = stack.enter_context(_view(config))
+        observers = Observers((recorder, view))
+        order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=observers)
+
+        def control(world: World) -> Controller:
+            return Controller(
+                world.parts,
+                run=config.run,
+                flow=config.flow,
+                ledger=ledger,
+                writer=writer,
+                order=RowOrder(num_rows=len(prepared.tasks), seed=config.run.seed, shuffle=config.data.shuffle),
+                fingerprint=config.fingerprint(),
+                observers=(observers,),
+            )
+
+        return await _run(order, control, start, view)
+
+
+async def _run(order: Order, control: Callable[[World], Controller], start: StartingPoint, view: View) -> Summary:
+    """Launch, control, and write the summary however it ends."""
+    controller: Controller | None = None
+    try:
+        async with local_world(order) as world, asyncio.TaskGroup() as group:
+            controller = control(world)
+            pulse = group.create_task(_pulse(controller, world, view))
+            with _stopped_by_ctrl_c(controller):
+                summary = _finish(controller, await controller.run(start))
+            pulse.cancel()
+    except BaseException as error:
+        cause = first_cause(error)
+        if controller is not None:
+            status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+            _finish(controller, controller.summary(status, cause=str(cause)))
+        if cause is error:
+            raise
+        raise cause from None
+    return summary
+
+
+def _finish(controller: Controller, summary: Summary) -> Summary:
+    """Add the verdict; write summary and report."""
+    fractions = Fractions(
+        engine_idle=summary.engine_idle_frac, learner_idle=summary.learner_idle_frac, sync=summary.exposed_sync_frac
+    )
+    verdict = str(judge(fractions)) if summary.tokens_trained else ""
+    summary = msgspec.structs.replace(summary, verdict=verdict)
+    write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
+    return summary
+
+
+async def _pulse(controller: Controller, world: World, view: View) -> None:
+    """Renew the view and ``status.json``."""
+    clock = world.parts.clock
+    while True:
+        live = controller.live()
+        view.update(live)
+        status = Status(
+            phase=live.phase,
+            steps_done=live.steps_done,
+            steps_total=live.steps_total,
+            version=live.engine_version,
+            written_s=clock.wall(),
+            components=world.components(),
+            waits=controller.state.board.in_words().splitlines(),
+        )
+        write_json(world.parts.run_dir / STATUS_FILE, status)
+        await asyncio.sleep(REDRAW_S)
+
+
+def _view(config: RunConfig) -> View:
+    if config.observe.view == "none":
+        return SilentView()
+    if config.observe.view == "plain":
+        return PlainView(sys.stdout, config.run.steps)
+    return open_view(sys.stdout, config.run.steps)
+
+
+@contextmanager
+def _stopped_by_ctrl_c(controller: Controller) -> Iterator[None]:
+    """The first Ctrl-C asks the run to stop, the second ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def asked() -> None:
+        if controller.state.stop_asked:
+            task.cancel()
+        controller.state.event("stopping after this step; Ctrl-C again to end at once")
+        controller.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

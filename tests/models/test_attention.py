@@ -1,0 +1,109 @@
+"""Packed sequences see only themselves, exactly, forward and backward.
+
+Shape legend: N tokens of the pass, S sequences, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.errors import ModelError
+from headrace.models import ModelConfig, load_model
+from headrace.models.attention import PackedPlan, Rule, forward
+from tests.models.kinds import KINDS, VOCAB, plain
+
+LENGTHS = [7, 1, 30, 7, 12, 2]
+
+
+def dense(query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, lengths: list[int], rule: Rule) -> Tensor:
+    """The definition, written out over all pairs of tokens."""
+    sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place_N = torch.arange(len(sequence_N))
+    ahead = place_N[:, None] - place_N[None]
+    sees = (sequence_N[:, None] == sequence_N[None]) & (ahead >= 0)
+    if rule.window is not None:
+        sees &= ahead < rule.window
+    repeats = query_NHD.shape[1] // key_NKD.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key_NKD, value_NKD))
+    scores = torch.einsum("nhd,mhd->hnm", query_NHD, key) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    weights = scores.masked_fill(~sees, -torch.inf).exp()
+    sink = 0 if rule.sinks_H is None else rule.sinks_H.exp()[:, None, None]
+    return torch.einsum("hnm,mhd->nhd", weights / (weights.sum(-1, keepdim=True) + sink), value)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    window=st.none() | st.integers(1, 70),
+    softcap=st.none() | st.just(3.0),
+    with_sinks=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_packed_attention_is_attention_within_each_sequence(
+    lengths: list[int], kv_heads: int, window: int | None, softcap: float | None, with_sinks: bool, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    sizes = [(total, 4, 8), (total, kv_heads, 8), (total, kv_heads, 6)]
+    tensors = [torch.randn(size, generator=rng, requires_grad=True) for size in sizes]
+    sinks_H = torch.randn(4, generator=rng, requires_grad=True) if with_sinks else None
+    rule = Rule(layer=0, scale=0.3, window=window, softcap=softcap, sinks_H=sinks_H)
+    leaves = [*tensors, *([sinks_H] if sinks_H is not None else [])]
+    towards = torch.randn(total, 4, 6, generator=rng)
+
+    packed = PackedPlan(lengths).attend(*tensors, rule)
+    expected = dense(*tensors, lengths, rule)
+    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=1e-5)
+    gradients = torch.autograd.grad((packed * towards).sum(), leaves)
+    for found, wanted in zip(gradients, torch.autograd.grad((expected * towards).sum(), leaves), strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_model_gives_each_sequence_what_it_gets_alone(kind: str, model_dir: Callable[[str], Path]) -> None:
+    model, alone = load_model(ModelConfig(path=str(model_dir(kind)))), plain(model_dir(kind))
+    rng = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(3, 3 + len(VOCAB), (length,), generator=rng) for length in LENGTHS]
+    towards = [torch.randn(length, 3 + len(VOCAB), generator=rng) for length in LENGTHS]
+
+    packed_NV = forward(model, torch.cat(sequences), PackedPlan(LENGTHS))
+    alone_NV = torch.cat([alone(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences])
+    torch.testing.assert_close(packed_NV, alone_NV, atol=1e-4, rtol=1e-4)
+
+    (packed_NV * torch.cat(towards)).sum().backward()
+    (alone_NV * torch.cat(towards)).sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is None:
+            assert parameter.grad is None, name
+            continue
+        scale = other.grad.abs().max().item()
+        torch.testing.assert_close(parameter.grad, other.grad, atol=1e-4 * max(1.0, scale), rtol=1e-3, msg=name)
+
+
+def test_only_the_kept_places_get_logits(model_dir: Callable[[str], Path]) -> None:
+    model = load_model(ModelConfig(path=str(model_dir("qwen3"))))
+    ids, keep = torch.arange(3, 15), torch.tensor([4, 11])
+    plan = PackedPlan([5, 7])
+    torch.testing.assert_close(forward(model, ids, plan, keep), forward(model, ids, plan)[keep])
+
+
+def test_model_called_without_a_plan_says_how_to_call_it(model_dir: Callable[[str], Path]) -> None:
+    model = load_model(ModelConfig(path=str(model_dir("llama"))))
+    with pytest.raises(ModelError, match=r"without a plan[\s\S]*forward\(model, ids_N, plan\)"):
+        model(input_ids=torch.tensor([[3, 4]]))
+
+
+def test_empty_sequences_take_no_place() -> None:
+    query = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+    rule = Rule(layer=0, scale=1.0)
+    with_empty = PackedPlan([0, 2, 0, 1]).attend(query, query, query, rule)
+    assert torch.equal(with_empty, PackedPlan([2, 1]).attend(query, query, query, rule))

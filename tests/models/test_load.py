@@ -1,0 +1,170 @@
+"""A directory that cannot be used is refused in words, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from headrace.errors import ModelError
+from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
+from headrace.models.attention import PackedPlan, forward
+from tests.models.kinds import tiny
+
+
+@pytest.fixture
+def copy(tmp_path: Path, model_dir: Callable[[str], Path]) -> Path:
+    return Path(shutil.copytree(model_dir("qwen3"), tmp_path / "copy"))
+
+
+def refused(path: Path, load: Callable[[str], object] = lambda path: load_model(ModelConfig(path=path))) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    assert str(path) in str(caught.value)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for load in (load_tokenizer, context_length, lambda path: load_model(ModelConfig(path=path))):
+        assert "does not exist" in refused(tmp_path / "nowhere", load)
+
+
+def test_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    assert "cannot be read" in refused(tmp_path / "model")
+
+
+def test_directory_without_config_is_refused(copy: Path) -> None:
+    (copy / "config.json").unlink()
+    assert "holds no config.json" in refused(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no_such_model"}'])
+def test_config_that_is_none_is_refused(copy: Path, text: str) -> None:
+    (copy / "config.json").write_text(text)
+    assert "config.json cannot be used" in refused(copy)
+
+
+def test_code_in_the_directory_is_never_run(copy: Path) -> None:
+    (copy / "evil.py").write_text("raise SystemExit('ran')")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit(copy / "config.json", model_type="evil", auto_map=auto_map)
+    assert "cannot be used" in refused(copy)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    message = refused(copy)
+    assert "holds no *.safetensors" in message
+    assert "save_pretrained" in message
+
+
+def test_damaged_weights_are_refused(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    assert "cannot be loaded" in refused(copy)
+
+
+def test_missing_weight_is_named_and_not_made_up(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_norm.weight"]
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert "lack model.layers.1.self_attn.q_norm.weight" in refused(copy)
+
+
+def test_weight_of_another_shape_is_refused(copy: Path) -> None:
+    edit(copy / "config.json", intermediate_size=96)
+    assert "mlp" in refused(copy)
+
+
+def test_tokenizer_that_is_not_there_is_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    assert "holds no tokenizer" in refused(copy, load_tokenizer)
+
+
+def test_damaged_tokenizer_is_refused(copy: Path) -> None:
+    (copy / "tokenizer.json").write_text('{"version": "1.0"}')
+    assert "cannot be loaded" in refused(copy, load_tokenizer)
+
+
+def test_tokenizer_without_end_of_sequence_is_refused(copy: Path) -> None:
+    edit(copy / "tokenizer_config.json", eos_token=None)
+    assert "no end-of-sequence token" in refused(copy, load_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("t5", "encoder-decoder"),
+        ("gemma3", "takes more than text"),
+        ("llava", "takes more than text"),
+        ("mamba", "layers of type linear_attention"),
+        ("falcon_h1", "layers of type"),
+        ("qwen3_next", "layers of type linear_attention"),
+        ("llama4_text", "layers of type chunked_attention"),
+        ("vit", "knows no causal language model"),
+    ],
+)
+def test_architecture_that_cannot_work_is_refused_by_its_config(tmp_path: Path, kind: str, reason: str) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    message = refused(tmp_path)
+    assert kind in message
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("bert", "differ by"),
+        ("bloom", "attention interface"),
+        ("diffllama", "calls come from layers [0, 0, 1, 1]"),
+        ("stablelm", "without a plan"),
+        ("gptj", "cannot be loaded"),
+    ],
+)
+def test_architecture_that_cannot_work_is_refused_by_what_it_does(tmp_path: Path, kind: str, reason: str) -> None:
+    assert reason in refused(tiny(tmp_path, kind))
+
+
+def test_quantised_weights_are_refused(copy: Path) -> None:
+    edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    assert "quantised" in refused(copy)
+
+
+def test_context_that_is_not_said_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("bloom").save_pretrained(tmp_path)
+    assert "max_position_embeddings" in refused(tmp_path, context_length)
+
+
+def test_context_is_read_under_the_names_of_older_models(model_dir: Callable[[str], Path]) -> None:
+    assert context_length(str(model_dir("gpt2"))) == 512
+
+
+def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
+    directory = tiny(tmp_path, "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    model = load_model(ModelConfig(path=str(directory))).train()
+    ids, plan = torch.arange(3, 12), PackedPlan([4, 5])
+    assert torch.equal(forward(model, ids, plan), forward(model, ids, plan))
+
+
+def test_bfloat16_is_loaded_as_such(model_dir: Callable[[str], Path]) -> None:
+    model = load_model(ModelConfig(path=str(model_dir("llama")), dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_settings_of_the_model_cost_no_heavy_import() -> None:
+    code = "import sys, headrace.models; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
