@@ -17,8 +17,16 @@ BUNDLES: dict[str, Tree] = {
     "grpo": {"advantage": _STD, "loss": {"kind": "grpo"}},
     "dapo": {"advantage": _STD, "loss": {"kind": "dapo"}},
     "dr_grpo": {"advantage": _MEAN, "loss": {"kind": "dr_grpo"}},
-    "gspo": {"advantage": _STD, "loss": {"kind": "gspo"}, "correction": [{"kind": "sequence_tis", "level": "geometric"}]},
-    "luspo": {"advantage": _STD, "loss": {"kind": "luspo"}, "correction": [{"kind": "sequence_tis", "level": "geometric"}]},
+    "gspo": {
+        "advantage": _STD,
+        "loss": {"kind": "gspo"},
+        "correction": [{"kind": "sequence_tis", "level": "geometric"}],
+    },
+    "luspo": {
+        "advantage": _STD,
+        "loss": {"kind": "luspo"},
+        "correction": [{"kind": "sequence_tis", "level": "geometric"}],
+    },
     "gmpo": {"advantage": _STD, "loss": {"kind": "gmpo"}},
     "cispo": {"advantage": _STD, "loss": {"kind": "cispo", "anchor": "mu"}},
     "scalerl": {

@@ -8,12 +8,12 @@ from typing import Any
 import pydantic
 
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
+from headrace.algo.advantages.scores import Floats, Scores
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis
 from headrace.algo.losses import AnyLoss, Dapo, LossConfig
-from headrace.algo.advantages.scores import Floats, Scores
-from headrace.algo.shaping import ShapingConfig
 from headrace.algo.reductions import ReductionConfig, TokenMean
+from headrace.algo.shaping import ShapingConfig
 from headrace.config import Section
 from headrace.errors import ConfigError
 

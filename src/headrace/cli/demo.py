@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 
 import typer
@@ -26,10 +25,12 @@ def demo(
     from headrace.cli.ending import show_summary
     from headrace.recipes.demo import build_demo
     from headrace.session import load_config
+    from headrace.clock import RealClock
     from headrace.session import train as run
+    from headrace.session.directory import choose_directory
 
     out = console()
-    target = directory or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    target = directory or choose_directory("", RealClock(), prefix="demo-")
     if as_json:
         made = build_demo(target, seed=seed)
     else:

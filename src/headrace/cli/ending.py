@@ -29,10 +29,8 @@ def show_summary(summary: Summary) -> None:
     rows.add_row("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)}")
     groups = summary.ledger.groups
     dropped = sum(groups.dropped.values())
-    books = (
-        f"{groups.submitted} submitted = {groups.trained} trained + {dropped} dropped + {groups.in_flight} in flight"
-    )
-    rows.add_row("groups", books)
+    rest = f"{groups.trained} trained + {dropped} dropped + {groups.in_flight} in flight"
+    rows.add_row("groups", f"{groups.submitted} submitted = {rest}")
     out.print(rows)
     if summary.verdict:
         out.print(summary.verdict)

@@ -15,9 +15,7 @@ def train(
     run_file: Path = typer.Argument(help="The run file (TOML)."),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run in run.dir."),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Check everything, print the settings, start nothing."
-    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the settings, start nothing."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON."),
 ) -> None:
     """Train a model as the run file says."""

@@ -50,6 +50,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except Exception as error:  # a foreign architecture or file may fail in any way
         raise ModelError(
@@ -151,11 +152,12 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
     """transformers fills what it does not find with random numbers and a warning."""
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+    missing = sorted(info["missing_keys"]) + sorted(mismatched)
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelError(
-            f"the weights of model.path={path!r} lack {shown}, or hold them in another shape",
+            f"the weights of model.path={path!r} lack what config.json asks for: {shown}",
             remedy="save the whole model again, or make config.json fit the weights",
         )
 

@@ -41,12 +41,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The loops of the controller, a line each."""
 
 
-def choose_directory(asked: str, clock: Clock) -> Path:
-    """The directory of a new or resumed run."""
+def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:
+    """The directory of a new or resumed run; unless asked for, a new one under ``runs/``, named after the moment."""
     if asked:
         return Path(asked).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
-    return (Path("runs") / moment).resolve()
+    return (Path("runs") / f"{prefix}{moment}").resolve()
 
 
 @contextmanager

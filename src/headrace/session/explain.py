@@ -25,7 +25,7 @@ def explain(prepared: Prepared) -> str:
     )  # fmt: skip
     lines += [
         f"{len(prepared.tasks)} tasks, {len(prepared.eval_tasks)} held out; {config.run.steps} steps of "
-        f"{flow.groups_per_step} groups × {flow.group_size} episodes = {episodes} episodes a step, {epochs:.3g} epochs.",
+        f"{flow.groups_per_step} groups × {flow.group_size} = {episodes} episodes a step, {epochs:.3g} epochs.",
         f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
         f"Engine: {threads(config.launch.engine_threads, cores)} threads; learner: "
         f"{threads(config.launch.learner_threads, cores)} threads; this machine has {cores} cores.",

@@ -104,8 +104,8 @@ def _context(config: RunConfig, tasks: Sequence[Task]) -> int:
     context = asked if asked is not None else min(possible, longest + new)
     if shortest + new > context:
         raise ConfigError(
-            f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the context "
-            f"of {context}",
+            f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the "
+            f"context of {context}",
             remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
         )
     return context

@@ -54,11 +54,13 @@ def split(seed: int) -> Split:
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(unordered)
     cut = round(HELD_OUT_FRAC * len(unordered))
-    held_out, rest = (
-        sorted({p for a, b in half for p in ((a, b), (b, a))}) for half in (unordered[:cut], unordered[cut:])
-    )
+    held_out, rest = _both_orders(unordered[:cut]), _both_orders(unordered[cut:])
     rng.shuffle(rest)
     return Split(warm=rest[:NUM_WARM], train=rest[NUM_WARM:], held_out=held_out)
+
+
+def _both_orders(pairs: list[Pair]) -> list[Pair]:
+    return sorted({ordered for a, b in pairs for ordered in ((a, b), (b, a))})
 
 
 def row(pair: Pair) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The supervised phase of the demo: the library's own learner, with the cross-entropy of a careless teacher's answers."""
+"""The supervised phase of the demo: the library's own learner, on the answers of a careless teacher."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ def warm_start(
     for step in range(WARM_STEPS):
         chosen = [pairs[index] for index in rng.integers(len(pairs), size=WARM_BATCH)]
         forgets = rng.random(WARM_BATCH) < CARELESS_FRAC
-        texts = [
-            (prompt(pair), careless(pair) if forgot else answer(pair))
-            for pair, forgot in zip(chosen, forgets, strict=True)
-        ]
+        said = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
         samples = [
-            _demonstration(index, tokenizer.encode(asked), [*tokenizer.encode(said), tokenizer.eos_token_id])
-            for index, (asked, said) in enumerate(texts)
+            _demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])
+            for index, (pair, text) in enumerate(zip(chosen, said, strict=True))
         ]
         core.train(Batch.collate(step, samples))
         progress(step + 1, WARM_STEPS)

@@ -1,0 +1,118 @@
+"""An engine over a tiny model, and what transformers itself would have sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.sampler import seed_key, uniforms
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
+from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.types.messages.controller import Chunk
+from headrace.types.messages.engine import GenerateRequest
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import Tokens
+
+MAX_CONTEXT = 96
+
+
+class Weights:
+    """A learner's model and its two shared buffers."""
+
+    def __init__(self, directory: Path, buffer: Path) -> None:
+        self.model = load_model(ModelConfig(path=str(directory)))
+        self._publisher = ShmPublisher(buffer, weight_tensors(self.model))
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for parameter in self.model.parameters():
+            parameter.mul_(factor)
+
+    def stage(self, engine: NativeEngine, version: int) -> None:
+        self._publisher.copy(version % 2)
+        engine.stage(self._publisher.announce(version, version % 2))
+
+    def send(self, engine: NativeEngine, version: int) -> None:
+        self.stage(engine, version)
+        engine.commit(version)
+
+
+def make_engine(directory: Path, **settings: int) -> NativeEngine:
+    """An engine that has seen no weights yet."""
+    model = load_model(ModelConfig(path=str(directory)))
+    return NativeEngine(
+        model,
+        EngineConfig(**settings),
+        max_context=MAX_CONTEXT,
+        receiver=ShmReceiver(weight_tensors(model)),
+        clock=RealClock(),
+    )
+
+
+def ready_engine(directory: Path, buffer: Path, **settings: int) -> NativeEngine:
+    """An engine with version 0 committed."""
+    engine = make_engine(directory, **settings)
+    Weights(directory, buffer).send(engine, 0)
+    return engine
+
+
+def request(request_id: int, prompt: Iterable[int], **sampling: object) -> GenerateRequest:
+    settings = {"max_new_tokens": 10, **sampling}
+    return GenerateRequest(
+        request_id=request_id, prompt_ids_T=np.array(list(prompt), np.int32), sampling=Sampling(**settings)
+    )
+
+
+def run(engine: NativeEngine, requests: Iterable[GenerateRequest] = ()) -> dict[int, list[Chunk]]:
+    """Every chunk of every request, by request."""
+    for one in requests:
+        engine.add(one)
+    return collect(engine.step, engine.has_work)
+
+
+def collect(step: Callable[[], list[Chunk]], has_work: Callable[[], bool]) -> dict[int, list[Chunk]]:
+    chunks: dict[int, list[Chunk]] = {}
+    while has_work():
+        for chunk in step():
+            chunks.setdefault(chunk.request_id, []).append(chunk)
+    return chunks
+
+
+def joined(chunks: list[Chunk]) -> Tokens:
+    """The tokens of one request; only its last chunk ends it."""
+    assert all(chunk.stop_reason is None and not chunk.error for chunk in chunks[:-1])
+    return Tokens.concat(
+        [Tokens(ids_T=c.ids_T, logprobs_T=c.logprobs_T, versions_T=c.versions_T) for c in chunks]
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def alone(model: torch.nn.Module, asked: GenerateRequest) -> list[int]:
+    """What the request gets from transformers, one whole forward pass per token, with the same draws."""
+    sampling, ids = asked.sampling, asked.prompt_ids_T.tolist()
+    sampled: list[int] = []
+    while len(sampled) < sampling.max_new_tokens and not (sampled and sampled[-1] in sampling.stop_ids):
+        logits_V = model(input_ids=torch.tensor([ids + sampled]), use_cache=False).logits[0, -1].double()
+        if sampling.temperature == 0:
+            sampled.append(int(logits_V.argmax()))
+            continue
+        cdf_V = (logits_V / sampling.temperature).softmax(-1).cumsum(-1).numpy()
+        position = np.array([len(ids) + len(sampled)])
+        uniform = uniforms(np.array([seed_key(sampling.seed)]), position)[0]
+        sampled.append(int(np.searchsorted(cdf_V, uniform, side="right")))
+    return sampled
+
+
+@torch.inference_mode()
+def logprobs(model: torch.nn.Module, prompt: list[int], sampled: list[int], temperature: float) -> np.ndarray:
+    """log-probability of each sampled token in one whole forward pass of transformers."""
+    logits_TV = model(input_ids=torch.tensor([prompt + sampled]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs_TV = (logits_TV.float() / temperature).log_softmax(-1)
+    return logprobs_TV.gather(1, torch.tensor(sampled)[:, None])[:, 0].numpy()
