@@ -79,6 +79,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     86400.0
     """
 
+    _selector: Any
+
     def __init__(self) -> None:
         super().__init__()
         self._virtual_now = 0.0

@@ -34,4 +34,6 @@ def shared_memory_root() -> Path:
 
 def num_cores() -> int:
     """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):  # gate: getattr - not every system can tell
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -26,8 +26,8 @@ MAX_CONTEXT = 96
 class Weights:
     """A learner's model and its two shared buffers."""
 
-    def __init__(self, directory: Path, buffer: Path) -> None:
-        self.model = load_model(ModelConfig(path=str(directory)))
+    def __init__(self, config: ModelConfig, buffer: Path) -> None:
+        self.model = load_model(config)
         self._publisher = ShmPublisher(buffer, weight_tensors(self.model))
 
     @torch.no_grad()
@@ -44,9 +44,9 @@ class Weights:
         engine.commit(version)
 
 
-def make_engine(directory: Path, **settings: int) -> NativeEngine:
+def make_engine(config: ModelConfig, **settings: int) -> NativeEngine:
     """An engine that has seen no weights yet."""
-    model = load_model(ModelConfig(path=str(directory)))
+    model = load_model(config)
     return NativeEngine(
         model,
         EngineConfig(**settings),
@@ -56,10 +56,11 @@ def make_engine(directory: Path, **settings: int) -> NativeEngine:
     )
 
 
-def ready_engine(directory: Path, buffer: Path, **settings: int) -> NativeEngine:
+def ready_engine(directory: Path, buffer: Path, dtype: str = "float32", **settings: int) -> NativeEngine:
     """An engine with version 0 committed."""
-    engine = make_engine(directory, **settings)
-    Weights(directory, buffer).send(engine, 0)
+    config = ModelConfig(path=str(directory), dtype=dtype)
+    engine = make_engine(config, **settings)
+    Weights(config, buffer).send(engine, 0)
     return engine
 
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from headrace.models import ModelConfig, load_model
 from headrace.types.messages.engine import GenerateRequest
-from tests.engine.harness import alone, joined, logprobs, make_engine, ready_engine, request, run
-from tests.engine.harness import Weights as Weights
+from tests.engine.harness import alone, joined, logprobs, ready_engine, request, run
 from tests.models.kinds import KINDS, VOCAB, plain
 
 IDS = range(3, 3 + len(VOCAB))
@@ -70,7 +67,9 @@ def test_same_calls_give_the_same_bits(model_dir: Callable[[str], Path], tmp_pat
     for name in ("one", "two"):
         engine = ready_engine(model_dir("qwen3"), tmp_path / name, max_sequences=4)
         results = run(engine, mixed_requests())
-        columns.append([(joined(chunks).ids_T.tobytes(), joined(chunks).logprobs_T.tobytes()) for chunks in results.values()])
+        columns.append(
+            [(joined(chunks).ids_T.tobytes(), joined(chunks).logprobs_T.tobytes()) for chunks in results.values()]
+        )
     assert columns[0] == columns[1]
 
 
@@ -81,9 +80,3 @@ def test_a_request_continued_from_its_own_tokens_goes_on_alike(
     whole = joined(run(engine, [request(0, [5, 6], max_new_tokens=20, seed=9)])[0]).ids_T.tolist()
     rest = joined(run(engine, [request(1, [5, 6, *whole[:8]], max_new_tokens=12, seed=9)])[1]).ids_T.tolist()
     assert whole == whole[:8] + rest
-
-
-@settings(max_examples=25)
-@given(data=st.data())
-def test_joining_and_leaving_at_any_moment_changes_no_sequence(data: st.DataObject, schedules: Schedules) -> None:
-    schedules.check(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from headrace.errors import ModelError
 from headrace.models import ModelConfig, load_model
-from headrace.models.attention import PackedPlan, Rule, forward
+from headrace.models.attention import MAX_WASTE, ROW_STEP, PackedPlan, Rule, cut, forward
 from tests.models.kinds import KINDS, VOCAB, plain
 
 LENGTHS = [7, 1, 30, 7, 12, 2]
@@ -44,13 +45,13 @@ def dense(query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, lengths: list[i
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     kv_heads=st.sampled_from([1, 2, 4]),
     window=st.none() | st.integers(1, 70),
-    softcap=st.none() | st.just(3.0),
-    with_sinks=st.booleans(),
+    terms=st.tuples(st.none() | st.just(3.0), st.booleans()),
     seed=st.integers(0, 2**31),
 )
 def test_packed_attention_is_attention_within_each_sequence(
-    lengths: list[int], kv_heads: int, window: int | None, softcap: float | None, with_sinks: bool, seed: int
+    lengths: list[int], kv_heads: int, window: int | None, terms: tuple[float | None, bool], seed: int
 ) -> None:
+    softcap, with_sinks = terms
     rng = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     sizes = [(total, 4, 8), (total, kv_heads, 8), (total, kv_heads, 6)]
@@ -100,6 +101,18 @@ def test_model_called_without_a_plan_says_how_to_call_it(model_dir: Callable[[st
     model = load_model(ModelConfig(path=str(model_dir("llama"))))
     with pytest.raises(ModelError, match=r"without a plan[\s\S]*forward\(model, ids_N, plan\)"):
         model(input_ids=torch.tensor([[3, 4]]))
+
+
+@given(st.lists(st.integers(0, 2000), max_size=60))
+def test_padding_is_bounded_and_so_is_the_number_of_buckets(lengths: list[int]) -> None:
+    lengths_S = np.array(lengths, np.int64)
+    buckets = cut(lengths_S)
+    members = [index for bucket in buckets for index in bucket.tolist()]
+    assert sorted(members) == np.flatnonzero(lengths_S).tolist()
+    for bucket in buckets:
+        longest = lengths_S[bucket].max()
+        assert (longest <= np.maximum(lengths_S[bucket] / MAX_WASTE, lengths_S[bucket] + ROW_STEP)).all()
+    assert len(buckets) <= 20
 
 
 def test_empty_sequences_take_no_place() -> None:

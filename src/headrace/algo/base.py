@@ -183,11 +183,21 @@ class BatchLayout:
     """int64, from 0: the prompt of each sample."""
 
 
-class Reduction(Protocol):
-    """How token losses become one number."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Weights before the global denominator is known."""
 
-    def __call__(self, layout: BatchLayout) -> Tensor:
-        """The weight of every token (N, float32): numerator and global denominator in one; 0 outside the mask."""
+    weights_N: Tensor
+    """float32; 0 outside the mask."""
+    mass: Tensor
+    """The denominator's share of this layout. The masses of parts that hold whole groups add up to the batch's."""
+
+
+class Reduction(Protocol):
+    """How token losses become one number: Σ weight · token / Σ mass."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
         ...
 
 

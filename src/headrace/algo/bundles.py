@@ -12,6 +12,7 @@ Tree = dict[str, Any]
 
 _STD = {"kind": "grpo", "std": "ddof1"}
 _MEAN = {"kind": "grpo", "std": "none"}
+_GEOMETRIC = [{"kind": "sequence_tis", "level": "geometric"}]
 
 BUNDLES: dict[str, Tree] = {
     "grpo": {"advantage": _STD, "loss": {"kind": "grpo"}},
@@ -20,12 +21,12 @@ BUNDLES: dict[str, Tree] = {
     "gspo": {
         "advantage": _STD,
         "loss": {"kind": "gspo"},
-        "correction": [{"kind": "sequence_tis", "level": "geometric"}],
+        "correction": _GEOMETRIC,
     },
     "luspo": {
         "advantage": _STD,
         "loss": {"kind": "luspo"},
-        "correction": [{"kind": "sequence_tis", "level": "geometric"}],
+        "correction": _GEOMETRIC,
     },
     "gmpo": {"advantage": _STD, "loss": {"kind": "gmpo"}},
     "cispo": {"advantage": _STD, "loss": {"kind": "cispo", "anchor": "mu"}},

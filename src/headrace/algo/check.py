@@ -160,7 +160,7 @@ class Trial:
             inputs = replace(inputs, log_pi_NK=leaves[1])
         loss = self.objective(inputs, self.weights(inputs)).loss
         grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        return loss.detach(), torch.cat([grad.reshape(len(leaves[0]), -1) for grad in grads], dim=1)
+        return loss.detach(), torch.cat([grad if grad.ndim == 2 else grad[:, None] for grad in grads], dim=1)
 
     def finite(self) -> str:
         """Finite values."""
@@ -254,7 +254,7 @@ class Trial:
 
 
 class Held(TorchFunctionMode):
-    """Keeps what was detached at its first value, so that a difference quotient sees a stop-gradient as autograd does."""
+    """Keeps what was detached at its first value: so a difference quotient sees a stop-gradient as autograd does."""
 
     def __init__(self) -> None:
         super().__init__()

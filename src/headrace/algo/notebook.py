@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Choice = str | Mapping[str, Any] | Section
 
 
-def loss(  # the signature is a face for people, who name each argument once: a record would be in their way
+def loss(  # gate: parameters - a face for people, who name each argument once; a record would be in their way
     name: str,
     *,
     log_pi: Tensor,

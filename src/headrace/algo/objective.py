@@ -16,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.algo.base import BatchLayout, Column, Correction, Loss, LossInputs, LossOutput, Part, Ratio, Reduction
+from headrace.algo.base import (
+    BatchLayout,
+    Column,
+    Correction,
+    Loss,
+    LossInputs,
+    LossOutput,
+    Part,
+    Ratio,
+    Reduction,
+    Shares,
+)
 from headrace.algo.config import AlgoConfig
 from headrace.algo.metrics import by_age, off_policy
 from headrace.errors import ConfigError
@@ -70,6 +81,13 @@ class Objective:
 
     def weights(self, layout: BatchLayout) -> Tensor:
         """The weight of every token of the batch (N, float32), 0 outside the mask."""
+        shares = self.shares(layout)
+        return shares.weights_N / shares.mass.clamp(min=1.0)
+
+    def shares(self, layout: BatchLayout) -> Shares:
+        """Weights for a part of a batch that is not complete yet: accumulate gradients with ``weights_N`` and the mass
+        of every part, then divide the gradients by the sum of the masses. A part holds whole groups.
+        """
         return self.reduction(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
@@ -79,6 +97,11 @@ class Objective:
         if not self.needs_old:
             return None
         whole = _clean(whole)
+        for correction in self.corrections:
+            if correction.replaces_old:
+                log_old_N = correction(whole).log_old_N
+                assert log_old_N is not None
+                whole = replace(whole, log_old_N=log_old_N)
         chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.needs()]
         return torch.stack(chosen, dim=1)
 

@@ -21,6 +21,7 @@ class Gae(NamedTuple):
     """What :func:`gae` gives; both are 0 outside the mask and carry no gradient."""
 
     advantages: Tensor
+    """What each token is credited with."""
     returns: Tensor
     """Advantage + value: what the critic learns."""
 

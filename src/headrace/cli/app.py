@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-import headrace
+from headrace import __version__
 from headrace.cli import bench, check, demo, evaluate, ledger, status, train
 from headrace.cli.output import complain
 from headrace.errors import HeadraceError
@@ -34,7 +34,7 @@ def root(
 ) -> None:
     """Asynchronous reinforcement learning for language models."""
     if version:
-        typer.echo(headrace.__version__)
+        typer.echo(__version__)
         raise typer.Exit
 
 

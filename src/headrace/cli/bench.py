@@ -14,8 +14,11 @@ def bench(
     """Measure this machine, and hold the figures against their targets."""
     from headrace.bench import run_benchmark, show
 
-    result = run_benchmark(name)
+    out = console()
+    result = run_benchmark(name, tell=lambda line: None if as_json else out.print(line, style="dim"))
     if as_json:
         print_json(result)
     else:
-        console().print(show(result))
+        out.print(show(result))
+    if not all(target.holds for target in result.targets):
+        raise typer.Exit(1)

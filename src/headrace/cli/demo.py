@@ -23,9 +23,9 @@ def demo(
     demonstrations. Reinforcement learning, which sees only whether an answer is right, does the rest.
     """
     from headrace.cli.ending import show_summary
+    from headrace.clock import RealClock
     from headrace.recipes.demo import build_demo
     from headrace.session import load_config
-    from headrace.clock import RealClock
     from headrace.session import train as run
     from headrace.session.directory import choose_directory
 

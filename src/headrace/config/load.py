@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pydantic
 from pydantic_core import ErrorDetails
@@ -38,7 +38,8 @@ def parse_override(text: str) -> dict[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"--set {text!r} has no '='", remedy="write --set section.key=value")
     try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
+        read = tomllib.loads(f"value = {value}")
+        parsed = read["value"] if len(read) == 1 else value
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
     tree: Any = parsed
@@ -63,7 +64,7 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any]) -> dict[str, A
 
 
 def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
-    """``tree`` as a ``kind``; :class:`ConfigError` lists every key that is wrong, its value, the reason and the remedy."""
+    """``tree`` as a ``kind``; :class:`ConfigError` lists every key that is wrong: value, reason and remedy."""
     try:
         return kind.model_validate(tree)
     except pydantic.ValidationError as error:
@@ -76,35 +77,54 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    location = [part for part in detail["loc"] if isinstance(part, str)]
-    name = ".".join(location)
+    (name, inner), (_, around) = _locate(kind, detail["loc"]), _locate(kind, detail["loc"][:-1])
+    value = detail["input"]
     match detail["type"]:
         case "extra_forbidden":
-            return f"{name} is not a setting", nearest(location[-1], _known_keys(kind, location[:-1]))
+            known = {key for model in around for key in model.model_fields}
+            return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
-            return f"{name} is missing", f"set {name}"
+            required = [f"{name}.{key}" for model in inner for key, f in model.model_fields.items() if f.is_required()]
+            return f"{name} is missing", f"set {' and '.join(required) or name}"
         case "union_tag_invalid":
             ctx = detail["ctx"]
-            known = [tag.strip().strip("'") for tag in str(ctx["expected_tags"]).split(",")]
-            return f"{name}.kind={ctx['tag']!r} does not exist", nearest(str(ctx["tag"]), known)
+            tags = [tag.strip().strip("'") for tag in str(ctx["expected_tags"]).split(",")]
+            return f"{name}.kind={ctx['tag']!r} does not exist", nearest(str(ctx["tag"]), tags)
         case "union_tag_not_found":
             return f"{name} does not say its kind", f"set {name}.kind"
-    return f"{name}={detail['input']!r}: {detail['msg'].lower()}", f"change {name}"
+        case "model_type" | "model_attributes_type":
+            return f"{name}={value!r} is not a table of settings", f"write [{name}] and its settings below"
+        case "string_type":
+            return f"{name}={value!r} is not text", f'put it in quotes: {name} = "{value}"'
+    return f"{name}={value!r}: {detail['msg'].lower()}", f"change {name}"
 
 
-def _known_keys(kind: type[Section], location: list[str]) -> list[str]:
-    """The keys of the section at ``location``; tags of unions stand in the location and are walked through."""
+def _locate(kind: type[Section], location: tuple[int | str, ...]) -> tuple[str, list[type[pydantic.BaseModel]]]:
+    """The name of a place as a run file writes it, and the sections that can stand there. A union's tag stands in a
+    location too: it chooses among the sections and is no part of the name."""
+    name = ""
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
-        fields = [model.model_fields[part].annotation for model in here if part in model.model_fields]
-        here = [model for field in fields for model in _models(field)] or here
-    return sorted({name for model in here for name in model.model_fields})
+        tagged = [model for model in here if part in _tags(model)]
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif len(here) > 1 and tagged:
+            here = tagged
+        else:
+            name += f".{part}" if name else part
+            fields = [model.model_fields[part].annotation for model in here if part in model.model_fields]
+            here = [model for field in fields for model in _models(field)]
+    return name, here
+
+
+def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
-    return [model for part in getattr(annotation, "__args__", ()) for model in _models(part)]
+    return [model for part in get_args(annotation) for model in _models(part)]
 
 
 def _unique(lines: Iterable[str]) -> list[str]:

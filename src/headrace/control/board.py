@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 from headrace.clock import Clock
 from headrace.errors import StallError
@@ -24,12 +25,21 @@ class LoopContract:
 
 
 @dataclass(slots=True, kw_only=True)
+class _Ask:
+    what: str
+    of: str
+    since: float
+
+
+@dataclass(slots=True, kw_only=True)
 class _Row:
     contract: LoopContract
     what: str
     since: float
     waiting_for: str = ""
     waited_s: float = 0.0
+    asks: dict[int, _Ask] = field(default_factory=dict)
+    """What tasks of the loop have asked of others and not got yet, oldest first."""
 
 
 class Board:
@@ -41,6 +51,7 @@ class Board:
             contract.name: _Row(contract=contract, what="not started", since=clock.now()) for contract in contracts
         }
         self._moved_at = clock.now()
+        self._ask_numbers = count()
 
     def progress(self) -> None:
         """Something moved: a token arrived, a group changed its place."""
@@ -64,6 +75,17 @@ class Board:
             row.since, row.waiting_for = now, ""
             self._moved_at = now
 
+    @contextmanager
+    def asking(self, loop: str, what: str, *, of: str) -> Iterator[None]:
+        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on."""
+        asks, number = self._rows[loop].asks, next(self._ask_numbers)
+        asks[number] = _Ask(what=what, of=of, since=self._clock.now())
+        try:
+            yield
+        finally:
+            del asks[number]
+            self._moved_at = self._clock.now()
+
     def waited_s(self, loop: str) -> float:
         """Seconds that ``loop`` has waited so far, the present wait included."""
         row = self._rows[loop]
@@ -76,7 +98,7 @@ class Board:
             Wait(
                 loop=name,
                 state="waiting" if row.waiting_for else "busy",
-                what=row.what,
+                what=row.what + _owed(row.asks, now),
                 since_s=now - row.since,
                 unblocked_by=row.waiting_for,
             )
@@ -89,11 +111,20 @@ class Board:
             still_s = self._clock.now() - self._moved_at
             if still_s >= timeout_s:
                 raise StallError(
-                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g})\n{self.in_words()}",
-                    remedy="look at the part named last in the chain: its log is in the run directory; "
+                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}\n"
+                    f"{self.in_words()}",
+                    remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
                 )
             await asyncio.sleep(min(1.0, timeout_s - still_s) if timeout_s > still_s else 0.0)
+
+    def _owing(self) -> str:
+        """Who has owed an answer for longest, in words; empty where nobody owes one."""
+        oldest = [next(iter(row.asks.values())) for row in self._rows.values() if row.asks]
+        if not oldest:
+            return ""
+        ask = min(oldest, key=lambda ask: ask.since)
+        return f"\n  {ask.of} has owed {ask.what} for {self._clock.now() - ask.since:.0f} s"
 
     def in_words(self) -> str:
         """The table, a line per loop, with what each consumes and produces."""
@@ -108,3 +139,10 @@ class Board:
                 f"waits for {contract.waits_for}; unblocked by {contract.unblocked_by}]"
             )
         return "\n".join(lines)
+
+
+def _owed(asks: dict[int, _Ask], now: float) -> str:
+    if not asks:
+        return ""
+    oldest = next(iter(asks.values()))
+    return f"; {len(asks)} times {oldest.what} owed by {oldest.of}, for up to {now - oldest.since:.0f} s"

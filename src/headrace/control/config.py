@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from pydantic import Field
 
 from headrace.config import Section
+from headrace.flow import FlowConfig
 
 
 class RunSection(Section):
@@ -28,3 +32,15 @@ class RunSection(Section):
     """Sampling temperature of evaluations; unset: that of training; 0: the most likely token."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
     """The run ends, saying who waits for whom, when nothing has moved for this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All that a controller is told beside its parts."""
+
+    run: RunSection
+    flow: FlowConfig
+    order: Callable[[int], int]
+    """Says which dataset row a group number attempts."""
+    fingerprint: str = ""
+    """Names the configuration, in every snapshot."""

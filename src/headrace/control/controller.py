@@ -19,11 +19,9 @@ only when it is committed; the watchdog prints the table above when nothing move
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from headrace.control.board import Board
-from headrace.control.config import RunSection
+from headrace.control.config import Settings
 from headrace.control.evaluation import Evaluator
 from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncLoop
 from headrace.control.loops.rollout import FinishedEpisodes
@@ -36,11 +34,9 @@ from headrace.control.saving import Saver
 from headrace.control.state import RunState
 from headrace.control.summary import Summary
 from headrace.control.summing import summarize
-from headrace.errors import CheckpointError
-from headrace.flow import Flow, FlowConfig
+from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
-from headrace.flow.policies import make_policy
 from headrace.types.observation import LiveState
 
 MAX_MISMATCH = 0.05
@@ -48,35 +44,23 @@ MAX_MISMATCH = 0.05
 
 
 class Controller:
-    """One run, from its first publication to its summary.
-
-    ``order`` says which dataset row a group number attempts; ``fingerprint`` names the configuration.
-    """
+    """One run, from its first publication to its summary."""
 
     def __init__(
         self,
         parts: Parts,
+        settings: Settings,
         *,
-        run: RunSection,
-        flow: FlowConfig,
         ledger: Ledger,
         writer: LedgerWriter,
-        order: Any,
-        fingerprint: str = "",
         observers: tuple[Observer, ...] = (),
     ) -> None:
+        run, flow = settings.run, settings.flow
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
             parts=parts,
             run=run,
-            flow=Flow(
-                flow,
-                policy=make_policy(flow),
-                writer=writer,
-                clock=parts.clock,
-                last_step=run.steps,
-                pick_row=order,
-            ),
+            flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=settings.order),
             board=Board(contracts, parts.clock),
             observers=Observers(observers),
             started_s=parts.clock.now(),
@@ -84,7 +68,8 @@ class Controller:
         self._ledger = ledger
         self._writer = writer
         finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * flow.groups_per_step * flow.group_size)
-        self._saver = Saver(self.state, fingerprint=fingerprint)
+        self._fingerprint = settings.fingerprint
+        self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
         self._rollout = RolloutLoop(self.state, finished)
         self._scoring = ScoringLoop(self.state, finished)
@@ -104,14 +89,18 @@ class Controller:
         self.state.ask_to_stop()
 
     async def run(self, start: StartingPoint) -> Summary:
-        """The whole run; :meth:`summary` tells what was reached where it raises."""
+        """The whole run, watched; :meth:`summary` tells what was reached where it raises."""
+        async with asyncio.TaskGroup() as group:
+            watchdog = group.create_task(self.state.board.watch(self.state.run.stall_timeout_s))
+            summary = await self._run(start)
+            watchdog.cancel()
+        return summary
+
+    async def _run(self, start: StartingPoint) -> Summary:
         state = self.state
         self._note("start", f"step {start.step}")
-        if start.step >= state.run.steps:
-            raise CheckpointError(
-                f"the run has its {start.step} steps behind it (run.steps={state.run.steps})",
-                remedy=f"set run.steps > {start.step} to go on",
-            )
+        if start.fingerprint not in ("", self._fingerprint):
+            state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
         if start.snapshot is not None:
             self._saver.began_from(start.step)
@@ -137,6 +126,7 @@ class Controller:
 
     async def _publish_first(self, version: int) -> None:
         self.state.phase = "publishing the first weights"
+        self.state.board.working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
         await self._sync.bring(publication)
         self.state.tally.commit_gaps_s.clear()  # nothing was running that could have waited
@@ -144,7 +134,8 @@ class Controller:
     async def _probe(self, version: int) -> None:
         state = self.state
         state.phase = "comparing engine and learner"
-        mismatch = await measure_mismatch(state.parts, version=version, run_seed=state.run.seed)
+        with state.board.asking("rollout", "a comparison of logprobs", of="engine, learner"):
+            mismatch = await measure_mismatch(state.parts, version=version, run_seed=state.run.seed)
         if mismatch is None:
             return
         state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.kl, mismatch.mean_abs
@@ -157,21 +148,27 @@ class Controller:
         state = self.state
         state.phase = phase
         version = state.flow.state.version
-        reward = await self._evaluator.mean_reward(lambda _: state.board.progress())
+        with state.board.asking("rollout", "answers to the held-out tasks", of="engine, scoring workers"):
+            reward = await self._evaluator.mean_reward(self._count_eval)
         if reward is not None:
             state.tally.evals[version] = reward
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
 
+    def _count_eval(self, tokens: int) -> None:
+        self.state.board.progress()
+        if self.state.phase == "training":
+            self.state.tally.eval_tokens += tokens
+
     async def _train(self) -> None:
-        """The four loops and the watchdog, until the learner has made its last step."""
+        """The four loops, until the learner has made its last step."""
         state = self.state
         state.phase = "training"
         state.training_from_s = state.parts.clock.now()
         state.engine_before = state.parts.engine.stats()
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = [self._rollout.run(), self._scoring.run(), self._sync.run(), self._watch()]
+                helpers = [self._rollout.run(), self._scoring.run(), self._sync.run()]
                 tasks = [group.create_task(loop) for loop in helpers]
                 if state.run.eval_every:
                     tasks.append(group.create_task(self._evaluate_now_and_then()))
@@ -181,9 +178,6 @@ class Controller:
         finally:
             state.training_until_s = state.parts.clock.now()
             state.engine_after = state.parts.engine.stats()
-
-    def _watch(self) -> Coroutine[Any, Any, None]:
-        return self.state.board.watch(self.state.run.stall_timeout_s)
 
     async def _evaluate_now_and_then(self) -> None:
         """Generation for training goes on meanwhile, and so do commits: the version is the one it began with."""

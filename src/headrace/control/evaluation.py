@@ -66,6 +66,7 @@ class Evaluator:
             if episode.status is EpisodeStatus.FAILED:
                 return episode.cause
             scores = await parts.scorer.score(task, (completion_text(parts, episode),))
+            runner.on_tokens(0)  # a reward is progress too
         return scores.failure or (scores.rewards[0] if scores.rewards[0] is not None else "reward_none")
 
 

@@ -21,7 +21,7 @@ class OpenGroup:
     size: int
     """Episodes it will have."""
     episodes: dict[int, Episode] = field(default_factory=dict)
-    """Those that have ended (or, where a group is scored as a whole, have finished), by index."""
+    """Those that have ended (or, where a group is scored as a whole, have finished), by place."""
 
     @property
     def complete(self) -> bool:
@@ -30,8 +30,8 @@ class OpenGroup:
 
     @property
     def in_order(self) -> tuple[Episode, ...]:
-        """Its episodes by index."""
-        return tuple(self.episodes[index] for index in sorted(self.episodes))
+        """Its episodes by place."""
+        return tuple(self.episodes[place] for place in sorted(self.episodes))
 
 
 def close_group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 
 from headrace.control.state import WINDOW_S, RunState
 from headrace.types.group import GroupState
@@ -11,17 +12,24 @@ from headrace.types.observation import Fractions, LiveState, QueueCounts, StepRe
 from headrace.types.scored import ScoredGroup
 
 
-def step_record(
-    state: RunState,
-    groups: list[ScoredGroup],
-    report: StepReport,
-    *,
-    ages: dict[int, int],
-    waited_s: float,
-    exposed_s: float,
-) -> StepRecord:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """One step, as the learning loop saw it."""
+
+    groups: list[ScoredGroup]
+    report: StepReport
+    ages: dict[int, int]
+    """Trained tokens by age in versions."""
+    waited_s: float
+    """Seconds that the learner waited for the batch."""
+    exposed_s: float
+    """Seconds that the learner stood still for the sync after the step."""
+
+
+def step_record(state: RunState, done: StepDone) -> StepRecord:
     """What ``metrics.jsonl`` keeps of one step."""
-    episodes = [episode for group in groups for episode in group.scored]
+    report = done.report
+    episodes = [episode for group in done.groups for episode in group.scored]
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     version = report.step + 1
     return StepRecord(
@@ -38,10 +46,10 @@ def step_record(
         trained_tokens=report.trained_tokens,
         generated_tokens=tokens_generated(state),
         seconds=report.seconds,
-        wait_s=waited_s,
-        exposed_sync_s=exposed_s,
+        wait_s=done.waited_s,
+        exposed_sync_s=done.exposed_s,
         commit_gap_s=state.tally.commit_gaps_s[-1] if state.tally.commit_gaps_s else None,
-        ages=ages,
+        ages=done.ages,
         queue=queue_counts(state),
         length_mean=statistics.fmean(episode.num_sampled for episode in episodes) if episodes else None,
         dropped_groups=dict(state.flow.state.dropped),
@@ -52,7 +60,7 @@ def step_record(
 def tokens_generated(state: RunState) -> int:
     """Tokens sampled since the first rollout."""
     stats = state.engine_after or state.parts.engine.stats()
-    return stats.generated_tokens - state.engine_before.generated_tokens
+    return stats.generated_tokens - state.engine_before.generated_tokens - state.tally.eval_tokens
 
 
 def queue_counts(state: RunState) -> QueueCounts:
@@ -79,7 +87,7 @@ def fractions(state: RunState) -> Fractions:
     busy_s = stats.busy_s - state.engine_before.busy_s
     return Fractions(
         engine_idle=_unit(1 - busy_s / wall_s),
-        learner_idle=_unit(state.board.waited_s("learner") / wall_s),
+        learner_idle=_unit(1 - state.tally.learner_busy_s / wall_s),
         sync=_unit(state.tally.exposed_sync_s / wall_s),
     )
 

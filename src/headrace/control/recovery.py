@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace import checkpoint
-from headrace.control.groups import close_group
 from headrace.control.saving import CHECKPOINTS
 from headrace.control.state import RunState
 from headrace.errors import CheckpointError
 from headrace.flow.ledger import Ledger
-from headrace.types.episode import Episode
 from headrace.types.group import GroupState
-from headrace.types.scored import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +26,21 @@ class StartingPoint:
     """Optimizer steps that the weights have behind them; also their version."""
     snapshot: Path | None
     """Where the weights are; ``None``: the model directory of the run file."""
+    fingerprint: str = ""
+    """Of the settings and rows that the snapshot was made with."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
     """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet."""
-    directory = run_dir / CHECKPOINTS
-    checkpoint.sweep(directory)
-    snapshot = checkpoint.latest(directory)
+    snapshot = checkpoint.latest(run_dir / CHECKPOINTS)
     if snapshot is None:
         return StartingPoint(step=0, snapshot=None)
-    return StartingPoint(step=checkpoint.read_state(snapshot).step, snapshot=snapshot)
+    state = checkpoint.read_state(snapshot)
+    return StartingPoint(step=state.step, snapshot=snapshot, fingerprint=state.config_fingerprint)
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
     """Put the groups back where the ledger remembers them; returns the hashes of versions committed before."""
-
-    def rebuild(number: int, episodes: tuple[Episode, ...]) -> ScoredGroup:
-        closed = close_group(number, episodes, min_episodes=state.flow_config.min_episodes)
-        assert isinstance(closed, ScoredGroup), f"group {number} was ready, but its episodes say {closed}"
-        return closed
-
     recalled = ledger.recall(start.step)
     if start.step * state.flow_config.groups_per_step != recalled.num_released:
         raise CheckpointError(
@@ -56,7 +48,7 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             f"it (flow.groups_per_step={state.flow_config.groups_per_step})",
             remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
         )
-    state.flow.restore(start.step, recalled, rebuild)
+    state.flow.restore(start.step, recalled)
     ready = sum(group.state is GroupState.READY for group in recalled.groups)
     if recalled.num_submitted:
         state.event(

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
 from headrace import checkpoint
 from headrace.checkpoint import SnapshotState
 from headrace.clock import off_loop
 from headrace.control.state import RunState
 
 CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A snapshot that is being written."""
+
+    step: int
+    unfinished: Path
+    """Its directory, under a temporary name."""
+    written: asyncio.Task[None]
+    """Done when the learner's files are there."""
 
 
 class Saver:
@@ -19,32 +34,44 @@ class Saver:
         self._saved: set[int] = set()
         self.directory = state.parts.run_dir / CHECKPOINTS
 
-    def has_saved(self, step: int) -> bool:
-        """Whether this life of the run has written the snapshot of ``step``, or began from it."""
-        return step in self._saved
-
     def began_from(self, step: int) -> None:
         """The run resumes from the snapshot of ``step``: there is no need to write it again."""
         self._saved.add(step)
 
-    async def save(self, step: int) -> None:
-        """One snapshot; :class:`~headrace.errors.CheckpointError` if it cannot be written, and then none is left."""
-        state = self._state
-        state.board.working("learner", f"snapshot of step {step}")
-        await state.flow.flush()
+    def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
+        """Order the snapshot of ``step``: the learner writes when it comes to it."""
         unfinished = checkpoint.begin(self.directory, step)
+        written = orders.create_task(self._state.parts.learner.save(unfinished))
+        return Saving(step=step, unfinished=unfinished, written=written)
+
+    async def finish(self, saving: Saving) -> None:
+        """Wait for the learner's files, add the state and give the snapshot its name.
+
+        :class:`~headrace.errors.CheckpointError` if it cannot be written; none is left then.
+        """
+        state = self._state
+        state.board.working("learner", f"snapshot of step {saving.step}")
+        start_s = state.parts.clock.now()
         try:
-            await state.parts.learner.save(unfinished)
+            await saving.written
+            await state.flow.flush()  # the ledger must know of every step that the snapshot contains
         except BaseException:
-            checkpoint.abandon(unfinished)
+            checkpoint.abandon(saving.unfinished)
             raise
         snapshot_state = SnapshotState(
-            step=step,
-            version=step,
+            step=saving.step,
+            version=saving.step,
             config_fingerprint=self._fingerprint,
             controller={"seed": state.run.seed, "groups_submitted": state.flow.state.num_submitted},
         )
-        final = await off_loop(checkpoint.commit, unfinished, snapshot_state)
-        self._saved.add(step)
+        final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
+        self._saved.add(saving.step)
         await off_loop(checkpoint.retain, self.directory, state.run.keep_checkpoints)
+        state.tally.learner_busy_s += state.parts.clock.now() - start_s
         state.event(f"checkpoint {final.name}")
+
+    async def save_if_new(self, step: int) -> None:
+        """A snapshot of ``step``, unless this life of the run has written it or began from it."""
+        if step not in self._saved:
+            async with asyncio.TaskGroup() as orders:
+                await self.finish(self.begin(step, orders))

@@ -23,13 +23,18 @@ class Tally:
     """Running totals of this life of the run."""
 
     tokens_trained: int = 0
-    trained_busy_s: float = 0.0
+    """Tokens that carried loss."""
+    eval_tokens: int = 0
+    """Sampled for evaluations while training went on: the engine counts them too."""
+    learner_busy_s: float = 0.0
     """Seconds that the learner trained, copied or saved."""
     exposed_sync_s: float = 0.0
     """Seconds that the learner stood still for the sync."""
     ages: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by age in versions."""
     commit_gaps_s: list[float] = field(default_factory=list)
     restarted: int = 0
+    """Sequences that began again because of a weight update."""
     rewards: list[float | None] = field(default_factory=list)
     """Mean reward of every step."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
@@ -37,13 +42,17 @@ class Tally:
     versions: list[int] = field(default_factory=list)
     """Committed, in order."""
     mismatch_kl: float | None = None
+    """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
     mismatch_abs: float | None = None
+    """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
     evals: dict[int, float] = field(default_factory=dict)
     """Mean held-out reward by the version that was committed when the evaluation began."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
     """(time, tokens generated, tokens trained) so far, for the live throughputs."""
     last_sample: str = ""
+    """The completion that was scored last."""
     last_sample_reward: float | None = None
+    """What it earned; ``None`` where it got no reward."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,11 +69,13 @@ class RunState:
     started_s: float = 0.0
     """When this life began, on the clock."""
     training_from_s: float | None = None
-    """When the first rollout began."""
+    """When the first rollout began; ``None`` before."""
     training_until_s: float | None = None
+    """When the four loops had ended; ``None`` before."""
     engine_before: EngineStats = field(default_factory=EngineStats)
     """The engine's counters when the first rollout began."""
     engine_after: EngineStats | None = None
+    """The engine's counters when the four loops had ended; ``None`` before."""
     stop_asked: bool = False
     warnings: list[str] = field(default_factory=list)
 
@@ -88,9 +99,10 @@ class RunState:
             self.warnings.append(text)
             self.observers.event(Event(wall_s=self.wall_s, text=text, level="warning"))
 
-    def span(self, lane: str, name: str, start_s: float, step: int = -1) -> None:
-        """A lane was busy from ``start_s`` until now."""
-        span = Span(lane=lane, name=name, start_s=start_s, end_s=self.parts.clock.now(), step=step)
+    def span(self, lane: str, name: str, start_s: float, step: int = -1, *, end_s: float | None = None) -> None:
+        """A lane was at ``name`` from ``start_s`` until ``end_s``, or until now."""
+        until_s = self.parts.clock.now() if end_s is None else end_s
+        span = Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step)
         self.observers.spans([span])
 
     def ask_to_stop(self) -> None:

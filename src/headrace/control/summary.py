@@ -23,7 +23,7 @@ class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the engine stood still per commit, in milliseconds."""
+    """How long the engine stood still per commit, in milliseconds: the median ``p50``, and ``p99`` of the worst."""
 
     p50: float
     p99: float
@@ -40,6 +40,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eval_before: float | None
     """Mean reward on the held-out rows before training; ``None`` without such rows."""
     eval_after: float | None
+    """The same after training; ``None`` also where the run did not get that far."""
     reward_first: float | None
     """Mean reward of the first step's batch."""
     reward_last: float | None
@@ -49,6 +50,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated: int
     """Sampled for training in this life."""
     tokens_trained: int
+    """Tokens that carried loss, in this life."""
     wall_s: float
     generated_tok_s: float
     trained_tok_s: float
@@ -60,6 +62,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sequences_restarted: int
     """By weight updates."""
     max_token_age: int
+    """Greatest age at which a token was trained, in versions."""
     age_histogram: dict[int, int]
     """Trained tokens by age, of this life."""
     mismatch_kl: float | None

@@ -35,5 +35,5 @@ class EnvConfig(Section):
     """A reward that has not returned by then costs its own episode, and its worker is replaced."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes that call the reward function."""
-    reward_concurrency: int = Field(default=64, ge=1)
+    reward_concurrency: int = Field(default=256, ge=1)
     """Calls at once in each worker; sync functions run in that many threads."""

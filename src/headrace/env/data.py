@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ def load_rows(path: Path) -> list[Row]:
         rows = reader(path)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", remedy="give the path of a data file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", remedy="give a readable UTF-8 file") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}", remedy="give a readable file") from None
     if not rows:
         raise DataError(f"{path} has no rows", remedy="give a file with at least one row")
     return rows
@@ -38,7 +39,14 @@ def load_rows(path: Path) -> list[Row]:
 
 def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Rows handed over in Python: a list of dicts, or a ``datasets`` object."""
-    rows = [dict(row) for row in data]
+    rows: list[Row] = []
+    for number, row in enumerate(data, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {number} of the dataset is a {type(row).__name__}, not a dict",
+                remedy='give rows like {"prompt": ...}; of a DatasetDict, give one split',
+            )
+        rows.append(dict(row))
     if not rows:
         raise DataError("the dataset has no rows", remedy="give at least one row")
     return rows
@@ -46,12 +54,12 @@ def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: not JSON: {error}", remedy="mend or delete that line") from None
         if not isinstance(row, dict):
             raise DataError(
@@ -63,19 +71,30 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 def _read_csv(path: Path) -> list[Row]:
     rows: list[Row] = []
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file, restkey="", restval=None, strict=True)
-        try:
-            for row in reader:
-                if "" in row or None in row.values():
-                    columns = len(reader.fieldnames or ())
-                    raise DataError(
-                        f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="mend that line"
-                    )
-                rows.append(dict(row))
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: {error}", remedy="mend that line") from None
+    reader = csv.DictReader(_lines(path), strict=True)
+    try:
+        for row in reader:
+            _refuse_ragged(row, reader, path)
+            rows.append(dict(row))
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: {error}", remedy="mend that line") from None
     return rows
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, without its byte order mark."""
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: not UTF-8: {error}", remedy="save the file as UTF-8") from None
+
+
+def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
+    if None in row or None in row.values():
+        columns = len(reader.fieldnames or ())
+        raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="mend that line")
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -86,7 +105,7 @@ def _read_parquet(path: Path) -> list[Row]:
         raise DataError(f"{path}: reading Parquet needs pyarrow", remedy="pip install 'headrace[parquet]'") from None
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise DataError(f"{path} is not a Parquet file: {error}", remedy="give a Parquet file") from None
     return rows
 

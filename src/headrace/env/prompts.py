@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,7 +48,16 @@ def _make_task(index: int, row: Row, column: str, tokenizer: Tokenizer, *, where
             remedy="name the prompt's column in data.prompt_column",
         )
     prompt = _check_prompt(row[column], where)
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _encode_chat(prompt, tokenizer, where)
+    try:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _encode_chat(prompt, tokenizer, where)
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001 - templates are code of the model directory, and tokenizers refuse in many ways
+        words = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {words}",
+            remedy="mend that prompt, or the chat template of the model directory",
+        ) from None
     if not ids:
         raise DataError(f"{where}: the prompt is empty", remedy="give every row a prompt of at least one token")
     return Task(row_index=index, row=row, prompt=prompt, prompt_ids_T=np.asarray(ids, np.int32))
@@ -75,4 +84,4 @@ def _encode_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: st
             remedy="use a chat model, add a chat_template.jinja to the model directory, or give plain text prompts",
         )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return cast("list[int]", tokenizer.encode(text, add_special_tokens=False))
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from headrace.clock import Clock
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, Recalled
-from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Submit
-from headrace.flow.policies import StalenessPolicy
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, RecalledGroup, Submit
+from headrace.flow.policies import make_policy
 from headrace.flow.signal import Signal
 from headrace.flow.state import FlowState, GroupEntry
 from headrace.types.episode import Episode
@@ -39,7 +39,6 @@ class Flow:
         self,
         config: FlowConfig,
         *,
-        policy: StalenessPolicy,
         writer: LedgerWriter,
         clock: Clock,
         last_step: int,
@@ -48,13 +47,13 @@ class Flow:
         self.config = config
         self.state = FlowState()
         self.changed = Signal()
-        self._policy = policy
+        self._policy = make_policy(config)
         self._writer = writer
         self._clock = clock
         self._last_step = last_step
         self._pick_row = pick_row
         self._buffer: dict[int, ScoredGroup] = {}
-        self._recalled: dict[int, tuple[Episode, ...]] = {}
+        self._recalled: dict[int, RecalledGroup] = {}
         self._unreleased: dict[int, tuple[int, ...]] = {}
 
     # --- generation's side
@@ -71,10 +70,13 @@ class Flow:
             self._writer.write(Submit(numbers=tuple(fresh), rows=rows, at_s=self._clock.wall()))
         numbers = waiting + fresh
         self._move(numbers, GroupState.ADMITTED, oldest_version=self.state.version)
-        return [
-            Admission(number=number, row=self._pick_row(number), ended=self._recalled.pop(number, ()))
-            for number in numbers
-        ]
+        return [self._admission(number) for number in numbers]
+
+    def _admission(self, number: int) -> Admission:
+        recalled = self._recalled.pop(number, None)
+        if recalled is None or not recalled.episodes:
+            return Admission(number=number, row=self._pick_row(number))
+        return Admission(number=number, row=recalled.row, ended=recalled.episodes)
 
     def start(self, number: int) -> None:
         """Its first episode runs."""
@@ -88,7 +90,8 @@ class Flow:
         """Every episode has ended and there is a baseline: the group may be trained."""
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
-        entry.oldest_version = group.oldest_version(default=entry.oldest_version)
+        oldest = group.oldest_version()
+        entry.oldest_version = entry.oldest_version if oldest is None else oldest
         self._buffer[group.number] = group
         self._move([group.number], GroupState.READY, oldest_version=entry.oldest_version)
 
@@ -150,10 +153,8 @@ class Flow:
         """Wait until everything that happened is recorded."""
         await self._writer.flush()
 
-    def restore(
-        self, step: int, recalled: Recalled, rebuild: Callable[[int, tuple[Episode, ...]], ScoredGroup]
-    ) -> None:
-        """Go on from a checkpoint at ``step``; ``rebuild`` makes a ready group of a number and its episodes."""
+    def restore(self, step: int, recalled: Recalled) -> None:
+        """Go on from a checkpoint at ``step``."""
         self.state.version = self.state.next_step = step
         self.state.num_submitted = recalled.num_submitted
         self.state.counts[GroupState.RELEASED] = recalled.num_released
@@ -161,12 +162,14 @@ class Flow:
             self.state.dropped[reason] += count
             self.state.counts[GroupState.DROPPED] += count
         for group in recalled.groups:
-            entry = GroupEntry(state=group.state, oldest_version=group.oldest_version, step=group.step)
-            self.state.restore(group.number, entry)
+            episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             if group.state is GroupState.READY:
-                self._buffer[group.number] = rebuild(group.number, group.episodes)
+                oldest: int | None = group.oldest_version
+                self._buffer[group.number] = episodes
             else:
-                self._recalled[group.number] = group.episodes
+                oldest = episodes.oldest_version()  # what is kept goes on ageing
+                self._recalled[group.number] = group
+            self.state.restore(group.number, GroupEntry(state=group.state, oldest_version=oldest, step=group.step))
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {recalled.dropped}"
 
     def _move(

@@ -14,8 +14,9 @@ class GroupEntry:
     """One group that is neither released nor dropped."""
 
     state: GroupState
-    oldest_version: int = 0
-    """No token of it is older: the committed version when it was admitted, or what its tokens say once it is ready."""
+    oldest_version: int | None = None
+    """No token of it is older: the committed version when it was admitted, or what its tokens say once it is ready.
+    ``None`` where it has no token yet and was not admitted."""
     step: int | None = None
     """The step that takes it; set before that only where a crash is replayed."""
 
@@ -64,7 +65,8 @@ class FlowState:
         self.counts[new] += 1
         match new:
             case GroupState.ADMITTED:
-                entry.oldest_version = self.version
+                kept = entry.oldest_version  # of tokens from before a crash
+                entry.oldest_version = self.version if kept is None else min(kept, self.version)
             case GroupState.READY:
                 self.ready[number] = self._ready_order
                 self._ready_order += 1
@@ -99,12 +101,12 @@ class FlowState:
         return self.counts[GroupState.ADMITTED] + self.counts[GroupState.RUNNING] + self.counts[GroupState.SCORED]
 
     def untaken(self) -> Iterable[int]:
-        """Numbers of the groups that hold a slot and are in no batch yet."""
-        before = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY)
-        return [number for number, entry in self.groups.items() if entry.state in before]
+        """Numbers of the groups that are in no batch yet; those that a crash interrupted stand in line too."""
+        gone = (GroupState.TAKEN, GroupState.TRAINED)
+        return [number for number, entry in self.groups.items() if entry.state not in gone]
 
-    def oldest_version(self, number: int) -> int:
-        """The version that none of the group's tokens is older than."""
+    def oldest_version(self, number: int) -> int | None:
+        """The version that none of the group's tokens is older than; ``None`` where it has none and is not admitted."""
         return self.groups[number].oldest_version
 
     def planned(self, step: int) -> list[int]:

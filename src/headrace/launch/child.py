@@ -35,6 +35,7 @@ class Site:
     token: str
     """The run's secret."""
     on_spans: Callable[[Sequence[Span]], None]
+    """Told what the processes were busy with."""
 
 
 class Child:

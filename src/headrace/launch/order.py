@@ -40,11 +40,15 @@ class Order:
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
     max_context: int
+    """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
+    """Ids of a completion to the text that is scored."""
     run_dir: Path
     """Logs of the parts go to ``logs/`` in it."""
     total_steps: int
+    """Optimizer steps of the whole run: where the learning rate's schedule ends."""
     on_spans: Callable[[Sequence[Span]], None]
     """Told what the parts were busy with."""
     on_event: Callable[[Event], None]

@@ -14,6 +14,7 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: dict[str, Any]
     engine: dict[str, Any]
     max_context: int
+    """Prompt and completion together may be this long, in tokens."""
     num_threads: int
     serve_own_weights: str = ""
     """A shared-memory file through which to take the weights of its own directory as version 0; empty: wait for a
@@ -27,7 +28,9 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     learner: dict[str, Any]
     algo: dict[str, Any]
     temperature: float
+    """At which the engine samples: log π is taken at the same."""
     total_steps: int
+    """Optimizer steps of the whole run: where the learning rate's schedule ends."""
     tokenizer_dir: str
     snapshot: str
     """Directory to restore from; empty for a new run."""
@@ -42,6 +45,7 @@ class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reward: str
     """``file.py:function``."""
     concurrency: int
+    """Calls of the function at once."""
 
 
 Start = EngineStart | LearnerStart | ScorerStart

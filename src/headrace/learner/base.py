@@ -23,7 +23,8 @@ class Publication:
 
 
 class Learner(Protocol):
-    """A learner as the controller sees it."""
+    """A learner as the controller sees it. It carries out its orders one after the other, in the order in which they
+    were given: a step may be ordered while the one before is being made."""
 
     async def train(self, batch: Batch) -> StepReport:
         """One optimizer step: forward and backward over micro-batches, clip, update."""

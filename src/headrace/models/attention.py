@@ -43,6 +43,7 @@ class Rule:
 
     layer: int
     scale: float
+    """What scores are multiplied by."""
     window: int | None = None
     """A token sees itself and the ``window - 1`` tokens before it; ``None`` for all before it."""
     softcap: float | None = None
@@ -77,7 +78,7 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
     return logits
 
 
-def attention(
+def attention(  # gate: parameters - transformers calls it so
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: ``[1, heads, N, D]`` in, ``[1, N, H, D]`` out.
@@ -139,7 +140,7 @@ class PackedPlan:
         self._buckets: list[_Bucket] = []
         place_N = np.empty(total, np.int64)
         filled = 0
-        for members in _cut(lengths):
+        for members in cut(lengths):
             length = int(lengths[members[0]])
             column = np.arange(length)
             inside = column[None] < lengths[members, None]
@@ -200,8 +201,12 @@ def _rows(tensor_NHD: Tensor, bucket: _Bucket) -> Tensor:
     return flat.reshape(bucket.num_rows, bucket.length, *tensor_NHD.shape[1:]).transpose(1, 2)
 
 
-def _cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Indices of the sequences of each bucket, the longest first; empty sequences are in none."""
+def cut(lengths_S: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Indices of the sequences of each bucket, the longest first; empty sequences are in none.
+
+    >>> [bucket.tolist() for bucket in cut(np.array([100, 20, 90, 10]))]
+    [[0, 2], [1, 3]]
+    """
     order = np.argsort(-lengths_S, kind="stable")
     order = order[lengths_S[order] > 0]
     buckets: list[np.ndarray[Any, Any]] = []

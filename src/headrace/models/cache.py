@@ -39,12 +39,14 @@ class KeyValueCache:
         values[rows_N, :, columns_N] = pair_NKE[1]
         return keys, values
 
+    @torch.inference_mode()
     def move(self, sources: np.ndarray[Any, Any], targets: np.ndarray[Any, Any], length: int) -> None:
         """Copy the first ``length`` columns of rows ``sources`` over those of rows ``targets``."""
         for tensor in self._tensors():
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 tensor[target, :, :length] = tensor[source, :, :length]
 
+    @torch.inference_mode()
     def clear(self, rows: np.ndarray[Any, Any]) -> None:
         """Zero these rows: what is not finite would reach a later sequence of the row as 0 · NaN."""
         for tensor in self._tensors():

@@ -6,6 +6,8 @@ mix tokens without attention, attend to what comes later, drop the plan, or want
 Shape legend: N tokens, V vocabulary.
 """
 
+# gate: getattr - the settings of a foreign config differ from model to model
+
 from __future__ import annotations
 
 import torch

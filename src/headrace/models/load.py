@@ -4,6 +4,8 @@ Nothing is fetched, no code of the directory runs, and weights are read from saf
 imports neither torch nor transformers.
 """
 
+# gate: getattr - the settings of a foreign config differ from model to model
+
 from __future__ import annotations
 
 import json
@@ -133,6 +135,7 @@ def _directory(path: str) -> Path:
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    quantised = getattr(config, "quantization_config", None) is not None
     kind = config.model_type
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     reasons = {
@@ -140,7 +143,7 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         "it takes more than text": config.get_text_config() is not config,
         "transformers knows no causal language model of that type": type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING,
         f"it has layers of type {', '.join(strange)}": strange,
-        "its weights are quantised": getattr(config, "quantization_config", None) is not None,
+        "its weights are quantised": quantised,
     }
     for reason, applies in reasons.items():
         if applies:

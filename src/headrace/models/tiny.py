@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -24,10 +25,12 @@ class TinySpec:
     kind: str = "qwen3"
     """``model_type`` of any causal language model that transformers knows."""
     hidden_size: int = 64
+    """Numbers per token between layers; a multiple of ``num_heads``."""
     num_layers: int = 2
     num_heads: int = 4
     num_kv_heads: int = 2
     intermediate_size: int = 128
+    """Numbers per token inside the feed-forward part of a layer."""
     max_positions: int = 512
     """Longest context, in tokens."""
     init_std: float = 0.02
@@ -65,6 +68,7 @@ def make_tiny(directory: Path, spec: TinySpec) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config)
+    logging.disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -23,7 +23,7 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
     >>> episode_seed(0, EpisodeKey(1, 2)) == episode_seed(0, EpisodeKey(1, 2))
     True
     """
-    digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.index}/{turn}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.place}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -38,6 +38,7 @@ class EnginePolicy:
     on_tokens: Callable[[int], None]
     """Told how many tokens have arrived, as they arrive."""
     turns_sampled: int = 0
+    """So far; a part of the next turn's seed."""
 
     async def sample(self, prompt_ids_T: IntColumn, *, parent: int) -> Turn:
         seed = episode_seed(self.run_seed, self.key, self.turns_sampled)
@@ -61,6 +62,7 @@ class EpisodeRunner:
     sampling: Sampling
     run_seed: int
     on_tokens: Callable[[int], None]
+    """Told how many tokens have arrived, as they arrive."""
 
     async def run(self, key: EpisodeKey, task: Task) -> Episode:
         """One attempt at ``task``. A request that the engine refuses fails this episode only."""

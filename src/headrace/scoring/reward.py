@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ from headrace.types.messages.scorer import Score
 
 def reward_reference(function: Callable[..., Any]) -> str:
     """``file.py:name`` of a function, so that a worker process can load it too."""
-    source = inspect.getsourcefile(function)
-    name = function.__qualname__
-    if source is None or not Path(source).is_file() or "<" in name or "." in name:
+    source = _source_file(function)
+    name = function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
+    if source is None or not Path(source).is_file() or not name.isidentifier():
         raise EnvError(
             f"reward function {name} cannot be loaded by another process: it is not a function of a file",
-            remedy="define it with 'def' at the top level of a .py file",
+            remedy="define it with 'def' at the top level of a .py file, or set env.reward = 'file.py:name'",
         )
     return f"{Path(source).resolve()}:{name}"
 
@@ -48,6 +48,8 @@ def split_reference(reference: str) -> tuple[Path, str]:
         raise EnvError(f"env.reward={reference!r}: {file} cannot be read: {error}", remedy="make it readable") from None
     except SyntaxError as error:
         raise EnvError(f"env.reward: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
+    except ValueError as error:
+        raise EnvError(f"env.reward: {file} is not Python: {error}", remedy="name a .py file") from None
     if name not in _top_level_names(tree):
         raise EnvError(
             f"env.reward={reference!r}: {file} defines no {name!r}",
@@ -95,16 +97,19 @@ class RewardFunction:
     async def score(self, request: Score) -> Scores:
         """Call it; whatever it does becomes a :class:`Scores`."""
         try:
-            returned = await self._call(request)
-        except Exception as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
-            return Scores(rewards=(), failure=f"reward_error: {_where(error, self._function)}")
-        return _check(returned if self.by_group else [returned], len(request.completions))
+            returned, error = await self._call(request)
+            if error is None:
+                return _check(returned if self.by_group else [returned], len(request.completions))
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
+            error = raised
+        return Scores(rewards=(), failure=f"reward_error: {_where(error, _source_file(self._function))}")
 
-    async def _call(self, request: Score) -> Any:
+    async def _call(self, request: Score) -> tuple[Any, BaseException | None]:
         call = functools.partial(self._function, **self._arguments(request))
         if self._is_async:
-            return await call()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+            return await call(), None
+        returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, _outcome, call)
+        return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
     def _arguments(self, request: Score) -> dict[str, Any]:
         row = {key: value for key, value in request.row.items() if self._takes_any or key in self._takes}
@@ -132,9 +137,9 @@ def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
         raise EnvError(
-            f"env.reward={reference!r} cannot be imported: {_where(error, None)}", remedy="mend it"
+            f"env.reward={reference!r} cannot be imported: {_where(error, str(path.resolve()))}", remedy="mend it"
         ) from None
     function = vars(module)[name]
     if not callable(function):
@@ -142,12 +147,19 @@ def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
     return RewardFunction(function, executor)
 
 
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What ``call`` returns or raises; a future cannot carry every exception (``StopIteration`` for one)."""
+    try:
+        return call(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where it is awaited
+        return None, error
+
+
 def _check(returned: Any, expected: int) -> Scores:
     """What a reward function returned, as rewards."""
-    try:
-        values = list(returned)
-    except TypeError:
+    if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
         return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
+    values = list(returned)
     if len(values) != expected:
         return Scores(rewards=(), failure=f"reward_error: returned {len(values)} rewards for {expected} completions")
     rewards: list[float | None] = []
@@ -156,6 +168,8 @@ def _check(returned: Any, expected: int) -> Scores:
             rewards.append(None)
             continue
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError("text")
             number = float(value)
         except (TypeError, ValueError):
             return Scores(rewards=(), failure=f"reward_error: returned a {type(value).__name__}, not a number")
@@ -165,12 +179,22 @@ def _check(returned: Any, expected: int) -> Scores:
     return Scores(rewards=tuple(rewards))
 
 
-def _where(error: BaseException, function: Callable[..., Any] | None) -> str:
-    """``Kind: words at file.py:12``: the deepest frame that is the user's own."""
+def _where(error: BaseException, source: str | None) -> str:
+    """``Kind: words at file.py:12``: the deepest line of the file ``source``, if any is in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((str(Path(__file__).parent), "<frozen"))]
-    source = inspect.getsourcefile(inspect.unwrap(function)) if function is not None else None
-    users = [frame for frame in own if source is None or Path(frame.filename) == Path(source)] or own
+    users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
     place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
     words = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {words}{place}" if words else f"{type(error).__name__}{place}"
+
+
+def _source_file(function: Callable[..., Any]) -> str | None:
+    """The file that a function, or the class of a callable object, stands in."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # an object, or something built in
+        pass
+    try:
+        return inspect.getsourcefile(type(function))
+    except (TypeError, OSError):
+        return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -31,16 +29,27 @@ class RunConfig(Section):
     """Everything that a run file can say."""
 
     model: ModelConfig
+    """Which model is trained."""
     data: DataConfig = DataConfig()
+    """The rows: to train on, and held out."""
     env: EnvConfig = EnvConfig()
+    """What is asked of the model, and what it earns."""
     engine: EngineConfig = EngineConfig()
+    """How completions are sampled."""
     flow: FlowConfig = FlowConfig()
+    """How much is in flight, how old a token may be, what makes a batch."""
     algo: AlgoConfig = AlgoConfig()
+    """What is learned from rewards: advantages, loss, corrections."""
     learner: LearnerConfig = LearnerConfig()
+    """The optimizer and its schedule."""
     sync: SyncConfig = SyncConfig()
+    """How new weights reach the engine."""
     launch: LaunchConfig = LaunchConfig()
+    """Where the parts run, and on how many cores."""
     observe: ObserveConfig = ObserveConfig()
+    """What is shown and kept of the run."""
     run: RunSection = RunSection()
+    """How long, from which seed, where to."""
 
     @model_validator(mode="after")
     def _stale_tokens_are_corrected(self) -> Self:
@@ -60,11 +69,6 @@ class RunConfig(Section):
                 remedy="warm up for less, or train for longer",
             )
         return self
-
-    def fingerprint(self) -> str:
-        """Names the settings that decide what is learned: all but how long, where to, and what is shown."""
-        tree = self.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "launch": True})
-        return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:

@@ -31,7 +31,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: str
     steps_done: int
+    """Optimizer steps of the whole run so far."""
     steps_total: int
+    """Optimizer steps that the run will have."""
     version: int
     """The committed one; −1 before the first."""
     written_s: float

@@ -23,10 +23,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     mean_reward: float
+    """Over all attempts; one whose reward fails counts as 0."""
     tasks: int
     samples: int
     """Attempts at each."""
     temperature: float
+    """At which the attempts were sampled; 0: the most likely token."""
     tokens: int
     """Sampled in all attempts."""
 

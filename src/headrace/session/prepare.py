@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +28,11 @@ class Inputs:
     """What a caller hands over in Python instead of naming it in the run file."""
 
     data: Rows | None = None
+    """Rows to train on; ``None``: those of ``data.path``."""
     eval_data: Rows | None = None
+    """Held-out rows; ``None``: those of ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
+    """A function that stands in a file; ``None``: that of ``env.reward``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +44,21 @@ class Prepared:
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     stop_ids: tuple[int, ...]
+    """Tokens that end a completion."""
     max_context: int
+    """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
+    """Ids of a completion to the text that is scored."""
+
+    def fingerprint(self) -> str:
+        """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
+        settings = self.config.model_dump(
+            mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "launch": True}
+        )
+        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
+        for task in self.tasks:
+            digest.update(task.prompt_ids_T.tobytes())
+        return digest.hexdigest()
 
 
 def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prepared:
@@ -113,8 +131,6 @@ def _context(config: RunConfig, tasks: Sequence[Task]) -> int:
 
 def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
     """The tokenizer's end of sequence, and what the model's own generation settings add to it."""
-    import json
-
     file = Path(model_path) / "generation_config.json"
     try:
         extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")

@@ -7,17 +7,20 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from headrace import checkpoint
 from headrace.clock import RealClock
-from headrace.control import Controller, Summary
+from headrace.control import Controller, Settings, Summary
 from headrace.control.observer import Observers
 from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.saving import CHECKPOINTS
 from headrace.env.data import Order as RowOrder
+from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
 from headrace.launch import Order, World, local_world
 from headrace.observe import Recorder, judge, open_view, write_report
@@ -42,7 +45,7 @@ REDRAW_S = 0.5
 """How often the live view and ``status.json`` are renewed."""
 
 
-def train(
+def train(  # gate: parameters - the public call: everything that a user may hand over, by name
     config: RunFile | RunConfig,
     *,
     data: Rows | None = None,
@@ -71,7 +74,14 @@ def train(
 
 async def _train(prepared: Prepared, run_dir: Path) -> Summary:
     config = prepared.config
+    checkpoint.sweep(run_dir / CHECKPOINTS)
+    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
     start = starting_point(run_dir)
+    if start.step >= config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
+            remedy=f"set run.steps > {start.step} to go on",
+        )
     write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
     with ExitStack() as stack:
         ledger = SqliteLedger(
@@ -86,16 +96,13 @@ async def _train(prepared: Prepared, run_dir: Path) -> Summary:
         order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=observers)
 
         def control(world: World) -> Controller:
-            return Controller(
-                world.parts,
+            settings = Settings(
                 run=config.run,
                 flow=config.flow,
-                ledger=ledger,
-                writer=writer,
                 order=RowOrder(num_rows=len(prepared.tasks), seed=config.run.seed, shuffle=config.data.shuffle),
-                fingerprint=config.fingerprint(),
-                observers=(observers,),
+                fingerprint=prepared.fingerprint(),
             )
+            return Controller(world.parts, settings, ledger=ledger, writer=writer, observers=(observers,))
 
         return await _run(order, control, start, view)
 
@@ -113,6 +120,8 @@ async def _run(order: Order, control: Callable[[World], Controller], start: Star
     except BaseException as error:
         cause = first_cause(error)
         if controller is not None:
+            with suppress(HeadraceError):  # what went wrong may be the ledger itself
+                await controller.state.flow.flush()
             status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
             _finish(controller, controller.summary(status, cause=str(cause)))
         if cause is error:

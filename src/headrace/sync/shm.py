@@ -69,7 +69,10 @@ class ShmReceiver:
                     f"version {update.version}: tensor {entry.name} hashes to {found:016x}, announced {expected:016x}",
                     remedy="publish the version again: its bytes changed on the way",
                 )
-        self._staged = (update.version, _views(attached, update.manifest, update.slot))
+        named = {entry.name: entry for entry in update.manifest.entries}  # the learner may list them in another order
+        start = update.slot * update.manifest.total_bytes
+        views = [_view(attached, named[entry.name], start) for entry in self._manifest.entries]
+        self._staged = (update.version, views)
 
     def commit(self, version: int) -> None:
         if self._staged is None or self._staged[0] != version:
@@ -90,6 +93,12 @@ class ShmReceiver:
             raise WeightsError(
                 f"version {update.version} does not fit the engine's model: {'; '.join(differences)}",
                 remedy="give engine and learner the same model directory and dtype",
+            )
+        if update.slot not in range(NUM_SLOTS) or len(update.checksums) != len(update.manifest.entries):
+            raise WeightsError(
+                f"version {update.version} is announced in slot {update.slot} of {NUM_SLOTS}, with "
+                f"{len(update.checksums)} checksums for {len(update.manifest.entries)} tensors",
+                remedy="publish the version again",
             )
 
     def _attach(self, update: WeightUpdate) -> mmap.mmap:

@@ -105,26 +105,34 @@ class FakeLearner:
     def __init__(self, *, token_s: float = 0.0001, snapshot_s: float = 0.001) -> None:
         self._token_s = token_s
         self._snapshot_s = snapshot_s
+        self._turn = asyncio.Lock()  # orders are carried out one after the other
         self.weights = "0" * 32
+        self._slots: dict[int, str] = {}
         self.batches: list[Batch] = []
 
     async def train(self, batch: Batch) -> StepReport:
         seconds = batch.num_tokens * self._token_s
-        await asyncio.sleep(seconds)
+        async with self._turn:
+            await asyncio.sleep(seconds)
+            self._learn(batch)
+        return StepReport(
+            step=batch.step, metrics={}, trained_tokens=batch.num_loss_tokens, dropped_tokens={}, seconds=seconds
+        )
+
+    def _learn(self, batch: Batch) -> None:
         self.batches.append(batch)
         digest = hashlib.blake2b(self.weights.encode(), digest_size=16)
         for column in (batch.ids_N, batch.logprobs_N, batch.versions_N, batch.advantages_N):
             digest.update(column.tobytes())
         self.weights = digest.hexdigest()
-        return StepReport(
-            step=batch.step, metrics={}, trained_tokens=batch.num_loss_tokens, dropped_tokens={}, seconds=seconds
-        )
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        await asyncio.sleep(self._snapshot_s)
+        async with self._turn:
+            await asyncio.sleep(self._snapshot_s)
+            self._slots[slot] = self.weights
         return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
 
     async def published(self, publication: Publication) -> WeightUpdate:
@@ -134,11 +142,12 @@ class FakeLearner:
             slot=publication.slot,
             path="",
             manifest=_EMPTY,
-            checksums=(int(self.weights[:15], 16),),
+            checksums=(int(self._slots[publication.slot][:15], 16),),
         )
 
     async def save(self, directory: Path) -> None:
-        (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
+        async with self._turn:
+            (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
     def restore(self, directory: Path) -> None:
         """Go on from a snapshot."""

@@ -15,10 +15,10 @@ class EpisodeKey(NamedTuple):
     """Names one episode of a run for ever: the group and its place in it."""
 
     group: int
-    index: int
+    place: int
 
     def __str__(self) -> str:
-        return f"{self.group}.{self.index}"
+        return f"{self.group}.{self.place}"
 
 
 class StopReason(enum.StrEnum):

@@ -24,10 +24,10 @@ class ScoredGroup:
         """The episodes that have a reward."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
 
-    def oldest_version(self, default: int) -> int:
-        """The oldest version that sampled a token of a scored episode; ``default`` if nothing was sampled."""
+    def oldest_version(self) -> int | None:
+        """The oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
         oldest = [versions[0] for episode in self.scored if (versions := episode.versions()) is not None]
-        return min(oldest, default=default)
+        return min(oldest, default=None)
 
 
 def paths(episode: Episode, advantage: float) -> list[TrainSample]:

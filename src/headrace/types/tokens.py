@@ -69,7 +69,8 @@ class Tokens:
     @property
     def sampled_T(self) -> npt.NDArray[np.bool_]:
         """Which tokens a policy sampled."""
-        return self.versions_T != NOT_SAMPLED
+        sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
+        return sampled_T
 
     def __len__(self) -> int:
         return len(self.ids_T)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from headrace.algo.base import Factor, LossInputs
 from headrace.algo.corrections.section import CorrectionSection, keep_sequences
-
-if TYPE_CHECKING:
-    pass
 
 
 class GeometricRejection(CorrectionSection):

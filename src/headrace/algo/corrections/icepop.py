@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from headrace.algo.base import Factor, LossInputs
 from headrace.algo.corrections.section import CorrectionSection, Level, log_rho_at
-
-if TYPE_CHECKING:
-    pass
 
 
 class Icepop(CorrectionSection):

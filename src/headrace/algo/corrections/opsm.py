@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs, log_ratio
 from headrace.algo.corrections.section import CorrectionSection, keep_sequences
-
-if TYPE_CHECKING:
-    pass
 
 
 class Opsm(CorrectionSection):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from headrace.algo.base import Column, Factor, LossInputs
 from headrace.algo.corrections.section import CorrectionSection
-
-if TYPE_CHECKING:
-    pass
 
 
 class TrustRegion(CorrectionSection):

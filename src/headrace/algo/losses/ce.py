@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from headrace.algo.base import LossInputs, TokenLoss
 from headrace.algo.losses.section import LossSection
-
-if TYPE_CHECKING:
-    pass
 
 
 class Ce(LossSection):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, TokenLoss
 from headrace.algo.losses.section import AnchoredLoss
-
-if TYPE_CHECKING:
-    pass
 
 
 class Dppo(AnchoredLoss):

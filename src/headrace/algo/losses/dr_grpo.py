@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from headrace.algo.base import LossInputs, TokenLoss
 from headrace.algo.losses.clipping import ClippedLoss
-
-if TYPE_CHECKING:
-    pass
 
 
 class DrGrpo(ClippedLoss):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from headrace.algo.base import LossInputs, TokenLoss
 from headrace.algo.losses.clipping import ClippedLoss
-
-if TYPE_CHECKING:
-    pass
 
 
 class Luspo(ClippedLoss):

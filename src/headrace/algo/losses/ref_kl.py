@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from headrace.algo.base import Column, LossInputs, TokenLoss
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses.section import LossSection
-
-if TYPE_CHECKING:
-    pass
 
 
 class RefKl(LossSection):

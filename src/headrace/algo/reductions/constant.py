@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from headrace.algo.base import BatchLayout
+from headrace.algo.base import BatchLayout, Shares
 from headrace.algo.reductions.counting import tokens_by
 from headrace.config import Section
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Constant(Section):
@@ -25,7 +22,7 @@ class Constant(Section):
     normalizer: float = Field(default=1.0, gt=0)
     """L: the constant; the longest answer allowed, in tokens, gives losses of the usual size."""
 
-    def __call__(self, layout: BatchLayout) -> Tensor:
-        """The weight of every token."""
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
         _, num_episodes = tokens_by(layout.episodes_S, layout)
-        return layout.mask_N.float() / (self.normalizer * num_episodes)
+        return Shares(weights_N=layout.mask_N.float() / self.normalizer, mass=num_episodes)

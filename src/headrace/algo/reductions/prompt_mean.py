@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from headrace.algo.base import BatchLayout
+from headrace.algo.base import BatchLayout, Shares
 from headrace.algo.reductions.counting import tokens_by
 from headrace.config import Section
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PromptMean(Section):
@@ -21,7 +18,7 @@ class PromptMean(Section):
     kind: Literal["prompt_mean"] = "prompt_mean"
     """Selects this reduction."""
 
-    def __call__(self, layout: BatchLayout) -> Tensor:
-        """The weight of every token."""
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
         tokens_N, num_groups = tokens_by(layout.groups_S, layout)
-        return layout.mask_N.float() / (tokens_N * num_groups)
+        return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from headrace.algo.base import BatchLayout
+from headrace.algo.base import BatchLayout, Shares
 from headrace.config import Section
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class TokenMean(Section):
@@ -17,7 +14,7 @@ class TokenMean(Section):
     kind: Literal["token_mean"] = "token_mean"
     """Selects this reduction."""
 
-    def __call__(self, layout: BatchLayout) -> Tensor:
-        """The weight of every token."""
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
         mask_N = layout.mask_N.float()
-        return mask_N / mask_N.sum().clamp(min=1.0)
+        return Shares(weights_N=mask_N, mass=mask_N.sum())

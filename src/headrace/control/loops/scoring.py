@@ -39,22 +39,27 @@ class ScoringLoop:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
                     group, episode = await self._finished.get()
                 state.board.working("scoring", f"group {group.number}")
-                if episode.status.ended:
-                    self._ended(group, [episode])
-                elif not state.parts.scorer.by_group:
-                    scorings.create_task(self._score(group, [episode]))
-                else:
-                    group.episodes[episode.key.index] = episode
-                if state.parts.scorer.by_group and group.complete:
-                    unscored = [e for e in group.in_order if not e.status.ended]
-                    if unscored:
-                        scorings.create_task(self._score(group, unscored))
+                self._take(group, episode, scorings)
+
+    def _take(self, group: OpenGroup, episode: Episode, scorings: asyncio.TaskGroup) -> None:
+        by_group = self._state.parts.scorer.by_group
+        if episode.status.ended:
+            self._ended(group, [episode])
+        elif not by_group:
+            scorings.create_task(self._score(group, [episode]))
+        else:
+            group.episodes[episode.key.place] = episode
+        if by_group and group.complete:
+            unscored = [e for e in group.in_order if not e.status.ended]
+            if unscored:
+                scorings.create_task(self._score(group, unscored))
 
     async def _score(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         start_s = state.parts.clock.now()
-        scores = await state.parts.scorer.score(group.task, texts)
+        with state.board.asking("scoring", "a reward", of="scoring workers"):
+            scores = await state.parts.scorer.score(group.task, texts)
         state.span("scoring", "score", start_s)
         rewards = scores.rewards or (None,) * len(episodes)
         for episode, reward in zip(episodes, rewards, strict=True):
@@ -67,7 +72,7 @@ class ScoringLoop:
     def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state
         for episode in episodes:
-            group.episodes[episode.key.index] = episode
+            group.episodes[episode.key.place] = episode
             state.flow.end_episode(episode)
             if episode.status is EpisodeStatus.FAILED:
                 self._last_cause = episode.cause

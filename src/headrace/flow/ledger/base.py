@@ -120,6 +120,7 @@ class RecalledGroup:
     state: GroupState
     oldest_version: int
     step: int | None
+    """The step that took it and is to take it again; ``None`` where none did."""
     episodes: tuple[Episode, ...]
     """Those that have ended."""
 

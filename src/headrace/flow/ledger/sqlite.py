@@ -6,10 +6,12 @@ import json
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger.base import (
@@ -57,9 +59,13 @@ class SqliteLedger:
         }
         with self._explained("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            self._prepare({"group_size": str(group_size), "groups_per_step": str(groups_per_step)})
+            try:
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._prepare({"group_size": str(group_size), "groups_per_step": str(groups_per_step)})
+            except BaseException:
+                self._db.close()
+                raise
 
     @classmethod
     def open(cls, path: Path) -> SqliteLedger:
@@ -67,7 +73,7 @@ class SqliteLedger:
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:
-            with sqlite3.connect(path) as db:
+            with closing(sqlite3.connect(path)) as db:
                 meta = dict(db.execute("SELECT key, value FROM meta"))
             return cls(path, group_size=int(meta["group_size"]), groups_per_step=int(meta["groups_per_step"]))
         except (sqlite3.Error, KeyError, ValueError) as error:
@@ -99,7 +105,7 @@ class SqliteLedger:
             "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 episode.key.group,
-                episode.key.index,
+                episode.key.place,
                 episode.status,
                 episode.cause,
                 episode.reward,
@@ -178,20 +184,23 @@ class SqliteLedger:
         ]
 
     def conservation(self) -> Conservation:
-        with self._explained("read"):
+        with self._explained("read"), self._transaction("DEFERRED"):  # one moment, whoever writes meanwhile
             return Conservation(groups=self._groups(), episodes=self._episodes(), tokens=self._tokens())
 
     def ages(self) -> dict[int, int]:
         """Tokens trained at each age."""
         total: dict[int, int] = {}
-        for (ages,) in self._db.execute("SELECT ages FROM steps"):
+        with self._explained("read"):
+            rows = self._db.execute("SELECT ages FROM steps").fetchall()
+        for (ages,) in rows:
             for age, tokens in json.loads(ages).items():
                 total[int(age)] = total.get(int(age), 0) + tokens
         return dict(sorted(total.items()))
 
     def notes(self) -> list[tuple[str, str, float]]:
         """Kind, detail and time of every note, oldest first."""
-        return self._db.execute("SELECT kind, detail, at_s FROM notes ORDER BY id").fetchall()
+        with self._explained("read"):
+            return self._db.execute("SELECT kind, detail, at_s FROM notes ORDER BY id").fetchall()
 
     def _groups(self) -> Fates:
         return Fates(
@@ -255,8 +264,8 @@ class SqliteLedger:
         (found,) = self._db.execute("PRAGMA user_version").fetchone()
         if found == 0:
             schema = files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
-            self._db.executescript(f"BEGIN; {schema} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-            self._db.executemany("INSERT INTO meta VALUES (?, ?)", list(expected.items()))
+            meta = "".join(f"INSERT INTO meta VALUES ('{key}', '{value}');" for key, value in expected.items())
+            self._db.executescript(f"BEGIN; {schema} {meta} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             return
         if found != SCHEMA_VERSION:
             raise LedgerError(
@@ -271,22 +280,22 @@ class SqliteLedger:
                 )
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._db.execute("BEGIN IMMEDIATE")
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        self._db.execute(f"BEGIN {kind}")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:  # a full disk has rolled back already
                 self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     @contextmanager
     def _explained(self, action: str) -> Iterator[None]:
         try:
             with self._one_at_a_time:
                 yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise LedgerError(
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from typing import Protocol
 
-from headrace.errors import LedgerError
 from headrace.flow.ledger.base import Ledger, Operation
 
 
@@ -57,7 +56,7 @@ class ThreadedWriter:
         self._ledger = ledger
         self._queue: deque[Operation | asyncio.Future[None] | None] = deque()
         self._given = threading.Semaphore(0)
-        self._error: LedgerError | None = None
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
@@ -95,7 +94,7 @@ class ThreadedWriter:
     def _apply(self, operation: Operation) -> None:
         try:
             self._ledger.apply(operation)
-        except LedgerError as error:
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: write and flush raise it
             self._error = error
 
 

@@ -17,6 +17,7 @@ Otherwise the batch waits for the group that is due. Both together keep the boun
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Bounded:
     max_age: int
     lead: int
     capacity: int | None = None
+    """Most groups being generated or scored at once; ``None``: no limit but the lead."""
     strict: bool = False
     """Train in the order of admission."""
 
@@ -44,8 +46,7 @@ class Bounded:
     def select(self, state: FlowState) -> Selection | None:
         replayed = state.planned(state.next_step)
         if replayed:
-            ready = all(number in state.ready for number in replayed)
-            return Selection(take=tuple(replayed)) if ready else None
+            return Selection(take=tuple(replayed))
         chosen = self._in_order(state) if self.strict else self._earliest_deadline(state)
         return None if chosen is None else Selection(take=tuple(sorted(chosen)))
 
@@ -57,17 +58,20 @@ class Bounded:
     def _earliest_deadline(self, state: FlowState) -> list[int] | None:
         if len(state.ready) < self.batch_size:
             return None
-        chosen = sorted(state.ready, key=lambda number: (state.oldest_version(number), state.ready[number]))
+        chosen = sorted(state.ready, key=lambda number: (self._deadline(state, number), state.ready[number]))
         chosen = chosen[: self.batch_size]
         return chosen if self._rest_is_feasible(state, set(chosen)) else None
 
     def _rest_is_feasible(self, state: FlowState, chosen: set[int]) -> bool:
-        left = Counter(
-            state.oldest_version(number) + self.max_age for number in state.untaken() if number not in chosen
-        )
+        left = Counter(self._deadline(state, number) for number in state.untaken() if number not in chosen)
         due = 0
         for deadline in sorted(left):
             due += left[deadline]
             if due > (deadline - state.next_step) * self.batch_size:
                 return False
         return True
+
+    def _deadline(self, state: FlowState, number: int) -> float:
+        """The last step that may train the group; none for one that has no token yet and was not admitted."""
+        oldest = state.oldest_version(number)
+        return math.inf if oldest is None else oldest + self.max_age

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from headrace import errors
 from headrace.errors import DeadlineError, HeadraceError, RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.types.messages.controller import Failure, Ready
+from headrace.types.messages.controller import Answer, Failure, Ready, Timed
 from headrace.types.trace import Span
 
 A = TypeVar("A")
@@ -75,18 +75,18 @@ class Peer:
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
-        self._on_spans(getattr(message, "spans", ()))
-        match message:
-            case Ready():
-                self._greet(message)
-            case Failure():
-                self._fail(message)
-            case _ if (message_key := (getattr(message, "call", -1), type(message))) in self._expected:
-                future = self._expected[message_key]
-                if not future.done():
-                    future.set_result(message)
-            case _:
-                self.handle(message)
+        if isinstance(message, Timed):
+            self._on_spans(message.spans)
+        if isinstance(message, Ready):
+            self._greet(message)
+        elif isinstance(message, Failure):
+            self._fail(message)
+        elif isinstance(message, Answer) and (message.call, type(message)) in self._expected:
+            future = self._expected[message.call, type(message)]
+            if not future.done():
+                future.set_result(message)
+        else:
+            self.handle(message)
 
     def _greet(self, message: Ready) -> None:
         if not hmac.compare_digest(message.token, self._token):
@@ -95,7 +95,7 @@ class Peer:
             self.ready.set_result(message)
 
     def _fail(self, message: Failure) -> None:
-        kind = getattr(errors, message.kind, RunError)
+        kind = getattr(errors, message.kind, RunError)  # gate: getattr - the name is the other process's word
         error: HeadraceError = kind(message.problem, remedy=message.remedy)
         if message.call is None:
             self.last_words = error

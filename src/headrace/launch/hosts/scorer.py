@@ -11,7 +11,7 @@ from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
 from headrace.scoring import load_reward
 from headrace.types.messages.controller import Ready, Scored
-from headrace.types.messages.scorer import Score, Shutdown
+from headrace.types.messages.scorer import Message, Score, Shutdown
 
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
@@ -33,9 +33,12 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
         scores = await reward.score(request)
         channel.send(Scored(call=request.call, rewards=scores.rewards, error=scores.failure))
 
+    def obey(message: Message, calls: asyncio.TaskGroup) -> None:
+        if isinstance(message, Shutdown):
+            os._exit(0)  # a reward that never returns must not keep the process alive
+        calls.create_task(score(message))
+
     async with asyncio.TaskGroup() as calls:
         while True:
             for message in await loop.run_in_executor(ears, channel.receive, WAIT_S):
-                if isinstance(message, Shutdown):
-                    os._exit(0)  # a reward that never returns must not keep the process alive
-                calls.create_task(score(message))
+                obey(message, calls)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
@@ -24,6 +25,7 @@ def warm_start(
     model_dir: Path, out: Path, pairs: list[Pair], *, seed: int, progress: Callable[[int, int], None]
 ) -> None:
     """Train the model in ``model_dir`` on demonstrations, drawn afresh each time, and write it to ``out``."""
+    torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     tokenizer = load_tokenizer(str(model_dir))
     core = LearnerCore(
         load_model(ModelConfig(path=str(model_dir))),

@@ -32,7 +32,7 @@ def _read_array(data: bytes) -> Any:
     try:
         sizes = [int(size) for size in shape.split(b",") if size]
         return np.frombuffer(body, dtype=np.dtype(dtype.decode())).reshape(sizes)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         return _refuse(str(error))
 
 
@@ -60,4 +60,7 @@ class Codec:
 
     def decode(self, data: bytes | memoryview) -> Any:
         """The message in ``data``; ``msgspec.ValidationError`` or ``msgspec.DecodeError`` where there is none."""
-        return self._decoder.decode(data)
+        try:
+            return self._decoder.decode(data)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deeply") from None

@@ -143,6 +143,8 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why there is no reward, with the file and line that raised; empty if there is one."""
 
 
-Message = (
-    Ready | Failure | Chunks | Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Scored
-)
+Answer = Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Scored
+"""What answers an order, by its ``call``."""
+Timed = Chunks | Trained | SnapshotTaken | Saved
+"""What tells with its ``spans`` what the part was busy with."""
+Message = Ready | Failure | Chunks | Answer

@@ -1,0 +1,98 @@
+"""Writes the table of formulas from the docstrings: ``python -m headrace.algo.formulas > docs/formulas.md``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.algo.advantages import AnyAdvantage
+from headrace.algo.bundles import BUNDLES
+from headrace.algo.corrections import AnyCorrection
+from headrace.algo.losses import AnyLoss
+from headrace.algo.reductions import AnyReduction
+from headrace.algo.registry import options_of, rows
+from headrace.algo.returns import CriticLoss
+from headrace.algo.shaping import AnyShaping
+
+HEAD = """\
+# Formulas
+
+Generated from the docstrings by `python -m headrace.algo.formulas`; do not edit.
+
+π: the policy being trained. π_old: the learner's weights before this step's update. μ: what sampled the token, as the
+engine recorded it. π_ref: a reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop
+gradient, σ: the logistic function. Log-ratios are clamped to ±20. Losses are minimised. A token whose log μ is not
+finite leaves numerator and denominator, and is counted.
+
+The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
+made from the masks of the whole batch.
+"""
+
+CHAPTERS: tuple[tuple[str, str, Any], ...] = (
+    ("Losses", "`[algo.loss] kind = ...`", AnyLoss),
+    (
+        "Corrections",
+        "`[algo.correction] kind = ...`, or a list of tables; at most one weighs by ρ.",
+        AnyCorrection,
+    ),
+    ("Reductions", "`[algo.reduction] kind = ...`", AnyReduction),
+    ("Advantages", "`[algo.advantage] kind = ...`; without counted rewards, or in a group of one, 0.", AnyAdvantage),
+    ("Shaping of rewards", "`[[algo.shaping]] kind = ...`", AnyShaping),
+)
+
+
+def document() -> str:
+    """The whole document."""
+    return "\n".join([HEAD, *_chapters(), *_critic(), *_bundles()])
+
+
+def _chapters() -> Iterator[str]:
+    for title, note, union in CHAPTERS:
+        yield f"## {title}\n\n{note}\n"
+        for name, kind in rows(union).items():
+            yield from _entry(name, kind)
+
+
+def _entry(name: str, kind: type[Any]) -> Iterator[str]:
+    yield f"### {name}\n\n{inspect.getdoc(kind)}\n"
+    if reduction := kind.__dict__.get("reduction") or vars(kind.__mro__[1]).get("reduction"):
+        yield f"Reduction of the paper: {reduction}.\n"
+    fields = {key: field for key, field in kind.model_fields.items() if key in options_of(kind)}
+    if fields:
+        yield "| option | default | meaning |\n|---|---|---|"
+        for key, field in fields.items():
+            default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
+            yield f"| `{key}` | {default} | {_one_line(name, key, field.description)} |"
+        yield ""
+
+
+def _one_line(name: str, key: str, description: str | None) -> str:
+    if not description:
+        raise LookupError(f"option {key!r} of {name!r} has no docstring")
+    return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
+
+
+def _critic() -> Iterator[str]:
+    yield "## Critic\n"
+    yield from _entry("critic", CriticLoss)
+
+
+def _bundles() -> Iterator[str]:
+    yield "## Bundles\n\n`algo.bundle = ...`; keys that are set beside it replace the bundle's.\n"
+    yield "| bundle | settings |\n|---|---|"
+    for name, tree in BUNDLES.items():
+        yield f"| `{name}` | {'; '.join(f'{part}: {_settings(value)}' for part, value in tree.items())} |"
+    yield ""
+
+
+def _settings(value: Any) -> str:
+    if isinstance(value, list):
+        return " and ".join(_settings(part) for part in value)
+    options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "kind")
+    return f"{value['kind']} ({options})" if options else str(value["kind"])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())
