@@ -29,6 +29,7 @@ def show_summary(summary: Summary) -> None:
 def _figures(summary: Summary) -> list[tuple[str, str]]:
     gap, groups = summary.commit_gap_ms, summary.ledger.groups
     dropped = sum(groups.dropped.values())
+    rest = f"{groups.trained} trained + {dropped} dropped + {groups.in_flight} in flight"
     return [
         ("held-out mean reward", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
         ("mean reward of the batches", f"{number(summary.reward_first)} → {number(summary.reward_last)}"),
@@ -40,8 +41,5 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
         ("oldest token trained", f"{summary.max_token_age} versions"),
         ("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights"),
-        (
-            "groups",
-            f"{groups.submitted} submitted = {groups.trained} trained + {dropped} dropped + {groups.in_flight} in flight",
-        ),
+        ("groups", f"{groups.submitted} submitted = {rest}"),
     ]

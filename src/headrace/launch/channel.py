@@ -69,9 +69,16 @@ class ControllerChannel:
         self._codec = Codec(receives)
         self._context = zmq.asyncio.Context()
         self._orders = _socket(zmq.Context(self._context), zmq.PUSH)
-        self._orders.bind(address(directory, part, "orders"))
         self._reports = _socket(self._context, zmq.PULL)
-        self._reports.bind(address(directory, part, "reports"))
+        try:
+            self._orders.bind(address(directory, part, "orders"))
+            self._reports.bind(address(directory, part, "reports"))
+        except zmq.ZMQError as error:
+            self.close()
+            raise RunError(
+                f"the sockets of {part} cannot be made in {directory}: {error}",
+                remedy="set TMPDIR to a short path (under 60 characters) that can be written",
+            ) from None
 
     def send(self, message: Any) -> None:
         """Queue ``message``; never waits."""

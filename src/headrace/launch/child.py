@@ -15,12 +15,15 @@ from pathlib import Path
 from headrace.environ import child_environment
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
+from headrace.launch.hosts import SPOKE
 from headrace.launch.starts import Start, write_start
 from headrace.types.messages import controller
 from headrace.types.trace import Span
 
 GRACE_S = 5.0
 """How long a process may take to end after it was told to."""
+LAST_WORDS_S = 2.0
+"""How long the last words of a process that had some may still be on the way."""
 LOG_LINES = 8
 """Last lines of a log that are quoted when its process dies."""
 
@@ -47,6 +50,7 @@ class Child:
         self._process = process
         self._log = log
         self._lifeline = lifeline
+        self.closed = False
 
     @classmethod
     async def start(
@@ -83,6 +87,10 @@ class Child:
     async def died(self) -> str:
         """Wait for its end; why, in words."""
         code = await self._process.wait()
+        if code == SPOKE:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self.peer.spoke.wait()
         return f"{self.role} (pid {self.pid}) {_exit_words(code)}{self._last_lines()}"
 
     async def end(self, farewell: object) -> None:
@@ -93,14 +101,21 @@ class Child:
                 async with asyncio.timeout(GRACE_S):
                     await self._process.wait()
         await self.kill()
-        os.close(self._lifeline)
-        self.peer.close()
+        self.close()
 
     async def kill(self) -> None:
-        """End it now."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        """End it now, and what it started."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+
+    def close(self) -> None:
+        """Let go of a process that has ended; whoever still waits for an answer of it is cancelled."""
+        if not self.closed:
+            self.closed = True
+            os.close(self._lifeline)
+            self.peer.close()
 
     def _last_lines(self) -> str:
         try:

@@ -9,6 +9,7 @@ controller ──orders──▶ engine     steps                      ◀─┐
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import secrets
@@ -53,6 +54,8 @@ class _Processes:
     weights: Path
     """The shared-memory file."""
     children: list[Child] = field(default_factory=list)
+    num_scorers: int = 0
+    """Started so far, those that were replaced included."""
 
     async def start_engine(self, *, own_weights: bool) -> EngineClient:
         order = self.order
@@ -89,8 +92,10 @@ class _Processes:
     async def start_scorer(self) -> Child:
         env = self.order.env
         start = ScorerStart(reward=env.reward, concurrency=env.reward_concurrency)
-        number = sum(child.role.startswith("scorer") for child in self.children)
-        return await self._start(f"scorer-{number}", start, 1, lambda channel: self._peer(f"scorer-{number}", channel))
+        name = f"scorer-{self.num_scorers}"
+        self.num_scorers += 1
+        self.children = [child for child in self.children if not child.closed]  # those that were replaced
+        return await self._start(name, start, 1, lambda channel: self._peer(name, channel))
 
     def components(self) -> list[Component]:
         """Every process, the controller's own first."""
@@ -141,9 +146,8 @@ async def local_world(order: Order) -> AsyncIterator[World]:
     Raises what a part says when it cannot start; within, the death of a part cancels the body and raises
     :class:`~headrace.errors.ComponentDied`.
     """
-    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
-    pool = _scorers(processes)
-    try:
+    async with _launched(order) as processes:
+        pool = _scorers(processes)
         engine_client = await processes.start_engine(own_weights=False)
         learner_client = await processes.start_learner()
         async with _watched(processes, pool):
@@ -155,19 +159,27 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 run_dir=order.run_dir,
             )
             yield World(parts=parts, components=processes.components)
-    finally:
-        await processes.end()
 
 
 @asynccontextmanager
 async def local_serving(order: Order) -> AsyncIterator[Serving]:
     """An engine with the weights of its model directory, and scoring workers: enough to evaluate."""
-    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
-    pool = _scorers(processes)
-    try:
+    async with _launched(order) as processes:
+        pool = _scorers(processes)
         engine_client = await processes.start_engine(own_weights=True)
         async with _watched(processes, pool):
             yield Serving(**_serving(order, engine_client, pool))
+
+
+@asynccontextmanager
+async def _launched(order: Order) -> AsyncIterator[_Processes]:
+    """No process outlives the body; where it fails, they end at once."""
+    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
+    try:
+        yield processes
+    except BaseException:
+        await asyncio.gather(*(child.kill() for child in processes.children))
+        raise
     finally:
         await processes.end()
 
@@ -228,7 +240,6 @@ def _credit(advantage: Advantage, groups: Sequence[ScoredGroup]) -> Sequence[flo
 
 async def _watch(child: Child) -> None:
     cause = await child.died()
-    await asyncio.sleep(0.05)  # its last words may still be on the way
     if child.peer.last_words is not None:
         raise child.peer.last_words
     raise ComponentDied(cause, remedy="mend the cause, then --resume: nothing that was finished is lost")
@@ -265,5 +276,6 @@ def _sweep(root: Path) -> None:
     """Remove what runs of this user left behind when they were killed."""
     for path in root.glob("headrace-*"):
         match = _NAME.match(path.name)
-        if match and not psutil.pid_exists(int(match[1])) and path.stat().st_uid == os.getuid():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if match and not psutil.pid_exists(int(match[1])):
+            with contextlib.suppress(OSError):  # another user's, or swept by another run just now
+                shutil.rmtree(path) if path.is_dir() else path.unlink()

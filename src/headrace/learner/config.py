@@ -8,6 +8,9 @@ from pydantic import Field
 
 from headrace.config import Section
 
+COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
+"""What an objective may ask of this learner, beyond what is always there."""
+
 
 class LearnerConfig(Section):
     """The optimizer, its schedule, and how a batch is cut into micro-batches."""

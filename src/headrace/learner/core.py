@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.algo.base import Column
 from headrace.algo.objective import Objective, usable
 from headrace.clock import Clock
 from headrace.errors import ConfigError, RunError
 from headrace.learner import snapshot
-from headrace.learner.config import LearnerConfig
+from headrace.learner.config import COLUMNS, LearnerConfig
 from headrace.learner.intake import Mask, layout, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, halves
 from headrace.learner.optim import build_optimizer, learning_rate
@@ -39,9 +38,6 @@ from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
 from headrace.types.trace import Span
-
-COLUMNS: frozenset[Column] = frozenset({"log_old", "log_mu", "entropy", "selected"})
-"""What an objective may ask of this learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

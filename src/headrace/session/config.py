@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from pydantic import model_validator
 
+from headrace.algo.advantages import Scores
 from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
 from headrace.config import Section, load_toml, merge, parse_override, validate
 from headrace.control import RunSection
 from headrace.engine import EngineConfig
 from headrace.env import DataConfig, EnvConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
 from headrace.launch import LaunchConfig
 from headrace.learner import LearnerConfig
+from headrace.learner.config import COLUMNS
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.sync import SyncConfig
@@ -58,6 +62,36 @@ class RunConfig(Section):
                 f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
                 remedy="set algo.correction = 'tis' (or another), flow.max_age = 0, or, to insist, "
                 "algo.allow_uncorrected = true",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learner_has_the_columns(self) -> Self:
+        missing = sorted(Objective.build(self.algo).columns - COLUMNS)
+        if missing:
+            raise ConfigError(
+                f"algo.loss={self.algo.loss.kind!r} with its corrections reads {', '.join(missing)}, which the learner "
+                "does not compute",
+                remedy="choose another algo.loss or algo.correction; for log_ref set algo.loss.kl_coef = 0",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_have_the_columns(self) -> Self:
+        """Tried on two episodes with what single-turn episodes have: rewards, groups, lengths."""
+        advantage = self.algo.advantage
+        ones = np.ones(2, np.int64)
+        try:
+            credit = advantage(Scores(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
+        except DataError as error:
+            raise ConfigError(
+                f"algo.advantage={advantage.kind!r} does not fit env.kind={self.env.kind!r}: {error.problem}",
+                remedy="choose another algo.advantage",
+            ) from None
+        if advantage.per_token or credit.shape != (2,):
+            raise ConfigError(
+                f"algo.advantage={advantage.kind!r} credits single tokens, and a run credits whole episodes",
+                remedy="choose another algo.advantage",
             )
         return self
 

@@ -32,6 +32,8 @@ class Peer:
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.last_words: HeadraceError | None = None
         """Why it could not go on, in its own words."""
+        self.spoke = asyncio.Event()
+        """Set with :attr:`last_words`."""
 
     def next_call(self) -> int:
         """A number for one order, by which its answers are known."""
@@ -99,6 +101,7 @@ class Peer:
         error: HeadraceError = kind(message.problem, remedy=message.remedy)
         if message.call is None:
             self.last_words = error
+            self.spoke.set()
             return
         for (call, _), future in list(self._expected.items()):
             if call == message.call and not future.done():

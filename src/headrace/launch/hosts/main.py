@@ -1,11 +1,12 @@
 """The entry of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``.
 
 It lives as long as the pipe LIFELINE (a file descriptor) is open at the other end: when the controller dies, so does
-it.
+it, and what it has started.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -17,30 +18,28 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.launch.channel import PartChannel
+from headrace.launch.hosts import SPOKE
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart, read_start
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.messages.controller import Failure
-
-ORPHANED = 3
-"""Exit code of a part whose controller has gone."""
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
     """Be the part that ``directory``/``part``.json describes, until told to shut down; the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
-    threading.Thread(target=_die_with_controller, args=(lifeline,), daemon=True, name="lifeline").start()
+    _die_with_controller(lifeline)
     receives, run = _role(directory / f"{part}.json")
     channel = PartChannel(directory, part, receives)
     try:
         run(channel)
     except HeadraceError as error:
         channel.send(_failure(type(error).__name__, error.problem, error.remedy))
-        return 1
+        return SPOKE
     except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
         traceback.print_exc()
         words = f"{part} failed: {type(error).__name__}: {error}"
         channel.send(_failure("ComponentDied", words, f"the traceback is in logs/{part}.log of the run directory"))
-        return 1
+        return SPOKE
     finally:
         channel.close()
     return 0
@@ -69,8 +68,20 @@ def _failure(kind: str, problem: str, remedy: str) -> Failure:
 
 
 def _die_with_controller(lifeline: int) -> None:
-    os.read(lifeline, 1)  # returns only when the other end is closed
-    os._exit(ORPHANED)
+    """Kill this process group when the other end of ``lifeline`` is closed.
+
+    On Linux the kernel does it: foreign code that holds the interpreter's lock cannot delay it.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def wait() -> None:
+        os.read(lifeline, 1)  # returns only when the other end is closed
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
 if __name__ == "__main__":

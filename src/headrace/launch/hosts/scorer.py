@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.environ import run_token
@@ -35,8 +36,9 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
 
     def obey(message: Message, calls: asyncio.TaskGroup) -> None:
         if isinstance(message, Shutdown):
-            os._exit(0)  # a reward that never returns must not keep the process alive
-        calls.create_task(score(message))
+            os.killpg(0, signal.SIGKILL)  # a reward that never returns must not keep it alive, nor what it started
+        else:
+            calls.create_task(score(message))
 
     async with asyncio.TaskGroup() as calls:
         while True:

@@ -1,0 +1,311 @@
+"""A flow driven through random histories: every event in any order, crashes included, checked after each.
+
+The ledger is a dictionary, so that thousands of histories take seconds; what it recalls after a crash is written here a
+second time, from the words of the contract.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from headrace.flow import Admission, Flow, FlowConfig
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Recalled, RecalledGroup
+from headrace.flow.ledger.base import Submit as SubmitGroups
+from headrace.types.episode import EpisodeKey, EpisodeStatus
+from headrace.types.group import GroupState
+from headrace.types.messages.controller import StepReport
+from headrace.types.scored import ScoredGroup
+
+ORDERED_AHEAD = 2
+"""Batches that may be taken and not trained yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """As much of an episode as the flow looks at."""
+
+    key: EpisodeKey
+    status: EpisodeStatus
+    sampled_under: tuple[int, int]
+
+    def versions(self) -> tuple[int, int]:
+        return self.sampled_under
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What is remembered of one group."""
+
+    row: int
+    state: GroupState = GroupState.SUBMITTED
+    reason: str = ""
+    oldest_version: int = 0
+    step: int | None = None
+    episodes: dict[int, Tried] = field(default_factory=dict)
+
+
+class DictLedger:
+    """Remembers the operations in dictionaries; it is the writer and what a crash leaves behind."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
+
+    def write(self, operation: Operation) -> None:
+        match operation:
+            case SubmitGroups(numbers=numbers, rows=rows):
+                for number, row in zip(numbers, rows, strict=True):
+                    assert number not in self.rows
+                    self.rows[number] = Row(row=row)
+            case Move():
+                self._move(operation)
+            case EndEpisode(episode=episode):
+                self.rows[episode.key.group].episodes[episode.key.place] = episode
+            case EndStep(numbers=numbers):
+                self._all(numbers, GroupState.TRAINED)
+            case CommitVersion(numbers=numbers):
+                self._all(numbers, GroupState.RELEASED)
+
+    def _move(self, move: Move) -> None:
+        for number in move.numbers:
+            row = self.rows[number]
+            row.state, row.reason = move.state, move.reason
+            row.oldest_version = row.oldest_version if move.oldest_version is None else move.oldest_version
+            row.step = row.step if move.step is None else move.step
+
+    def _all(self, numbers: tuple[int, ...], state: GroupState) -> None:
+        for number in numbers:
+            self.rows[number].state = state
+
+    async def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def recall(self, step: int) -> Recalled:
+        for row in self.rows.values():
+            if row.state is GroupState.DROPPED:
+                continue
+            if row.step is not None:
+                row.state = GroupState.READY if row.step >= step else GroupState.RELEASED
+            elif row.state is not GroupState.READY:
+                row.state = GroupState.SUBMITTED
+        dropped: dict[str, int] = {}
+        for row in self.rows.values():
+            if row.state is GroupState.DROPPED:
+                dropped[row.reason] = dropped.get(row.reason, 0) + 1
+        going_on = {n: r for n, r in sorted(self.rows.items()) if r.state in (GroupState.READY, GroupState.SUBMITTED)}
+        return Recalled(
+            num_submitted=len(self.rows),
+            dropped=dropped,
+            num_released=sum(row.state is GroupState.RELEASED for row in self.rows.values()),
+            groups=tuple(
+                RecalledGroup(
+                    number=number,
+                    row=row.row,
+                    state=row.state,
+                    oldest_version=row.oldest_version,
+                    step=row.step,
+                    episodes=tuple(row.episodes[place] for place in sorted(row.episodes)),
+                )
+                for number, row in going_on.items()
+            ),
+            checksums={},
+        )
+
+
+class StillClock:
+    """Time does not matter to a flow."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def wall(self) -> float:
+        return 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A group that runs in this life."""
+
+    admission: Admission
+    from_version: int
+    """Committed when it was admitted: nothing sampled from now on is older."""
+    started: bool = False
+    episodes: dict[int, Tried] = field(default_factory=dict)
+
+
+class Driver:
+    """One run over all its lives; each method is one event and checks what must hold after it."""
+
+    def __init__(self, config: FlowConfig, *, steps: int, rng: random.Random) -> None:
+        self.config = config
+        self.steps = steps
+        self.rng = rng
+        self.ledger = DictLedger()
+        self.lineage: dict[int, tuple[int, ...]] = {}
+        """The groups of every step that the present weights contain."""
+        self.batches: dict[int, tuple[int, ...]] = {}
+        """The groups of every step that was ever taken."""
+        self.checkpoint = 0
+        self.overlaps = 0
+        """Batches that were trained while other groups ran."""
+        self.max_age = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.flow = Flow(
+            self.config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda number: number
+        )
+        self.flow.restore(self.checkpoint, self.ledger.recall(self.checkpoint))
+        self.running: dict[int, Attempt] = {}
+        self.taken: list[list[ScoredGroup]] = []
+        self.num_trained = self.checkpoint
+        self.check()
+
+    # --- events
+
+    def admit(self) -> bool:
+        admissions = self.flow.admit()
+        for admission in admissions:
+            assert admission.row == admission.number
+            attempt = Attempt(admission=admission, from_version=self.flow.state.version)
+            attempt.episodes.update({episode.key.place: episode for episode in admission.ended})
+            self.running[admission.number] = attempt
+        return bool(admissions)
+
+    def start(self) -> bool:
+        waiting = [number for number, attempt in self.running.items() if not attempt.started]
+        if waiting:
+            number = self.rng.choice(waiting)
+            self.flow.start(number)
+            self.running[number].started = True
+        return bool(waiting)
+
+    def end_episode(self, *, failures: float = 0.0) -> bool:
+        """One more episode of any running group ends; the last one closes the group."""
+        started = [number for number, attempt in self.running.items() if attempt.started]
+        if not started:
+            return False
+        number = self.rng.choice(started)
+        attempt = self.running[number]
+        left = [place for place in range(self.config.group_size) if place not in attempt.episodes]
+        if left:
+            failed = self.rng.random() < failures
+            episode = Tried(
+                key=EpisodeKey(number, self.rng.choice(left)),
+                status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED,
+                sampled_under=(attempt.from_version, self.flow.state.version),
+            )
+            attempt.episodes[episode.key.place] = episode
+            self.flow.end_episode(episode)
+        if len(attempt.episodes) == self.config.group_size and self.rng.random() < 0.8:
+            self._close(number)
+        return True
+
+    def _close(self, number: int) -> None:
+        episodes = self.running.pop(number).episodes
+        group = ScoredGroup(number=number, episodes=tuple(episodes[place] for place in sorted(episodes)))
+        if len(group.scored) >= self.config.min_episodes:
+            self.flow.scored(group)
+        else:
+            self.flow.drop(number, "failed")
+
+    def drop(self) -> bool:
+        """A group cannot be run at all, or its time is over."""
+        if not self.running:
+            return False
+        number = self.rng.choice(list(self.running))
+        del self.running[number]
+        self.flow.drop(number, "timeout")
+        return True
+
+    def take(self) -> bool:
+        if len(self.taken) >= ORDERED_AHEAD:
+            return False
+        groups = self.flow.take()
+        if groups is None:
+            return False
+        step = self.flow.state.next_step - 1
+        numbers = tuple(group.number for group in groups)
+        assert len(set(numbers)) == len(numbers) == self.config.groups_per_step
+        assert self.batches.setdefault(step, numbers) == numbers, "a replayed step has other groups than before"
+        for group in groups:
+            ages = [step - version for episode in group.scored for version in episode.versions()]
+            assert 0 <= min(ages)
+            assert max(ages) <= self.config.max_age, f"step {step} would train group {group.number} at {max(ages)}"
+            self.max_age = max(self.max_age, *ages)
+        self.taken.append(groups)
+        return True
+
+    def train(self) -> bool:
+        if not self.taken:
+            return False
+        groups = self.taken.pop(0)
+        report = StepReport(step=self.num_trained, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
+        self.flow.trained(groups, report, {0: 1})
+        self.lineage[self.num_trained] = tuple(group.number for group in groups)
+        self.num_trained += 1
+        self.overlaps += bool(self.running)
+        return True
+
+    def commit(self) -> bool:
+        version = self.flow.state.version + 1
+        if version > self.num_trained:
+            return False
+        self.flow.committed(version, "")
+        return True
+
+    def save(self) -> bool:
+        """A snapshot of what is trained."""
+        self.checkpoint = self.num_trained
+        return True
+
+    def crash(self) -> bool:
+        """Everything in memory is gone."""
+        self.lineage = {step: numbers for step, numbers in self.lineage.items() if step < self.checkpoint}
+        self._begin()
+        return True
+
+    # --- driving
+
+    def random_events(self, count: int) -> None:
+        quiet = [self.admit, self.start, self.start, self.end_episode, self.end_episode, self.end_episode]
+        quiet += [self.take, self.train, self.commit, lambda: self.end_episode(failures=0.5)]
+        for _ in range(count):
+            drawn = self.rng.random()
+            event = self.drop if drawn < 0.03 else self.crash if drawn < 0.05 else self.rng.choice(quiet)
+            event = self.save if 0.05 <= drawn < 0.08 else event
+            if event():
+                self.check()
+
+    def finish(self) -> None:
+        """Everything that runs ends in time: the last step must be reached."""
+        events = [self.admit, self.start, self.end_episode, self.take, self.train, self.commit]
+        while self.flow.state.version < self.steps:
+            moved = False
+            for event in self.rng.sample(events, len(events)):
+                moved |= event()
+            assert moved, f"deadlock: {self.flow.state.counts}, step {self.flow.state.next_step}"
+        self.check()
+
+    def check(self) -> None:
+        """Conservation, against a count of our own."""
+        state = self.flow.state
+        assert state.conserved()
+        alive = {n: row.state for n, row in self.ledger.rows.items() if n in state.groups}
+        assert alive == {number: entry.state for number, entry in state.groups.items()}
+        gone = [row for number, row in self.ledger.rows.items() if number not in state.groups]
+        assert all(row.state in (GroupState.RELEASED, GroupState.DROPPED) for row in gone)
+        assert sum(row.state is GroupState.DROPPED for row in gone) == sum(state.dropped.values())
+        assert len(self.ledger.rows) == state.num_submitted
+
+    def check_end(self) -> None:
+        """Every step once, every group in one step or dropped, none left."""
+        assert sorted(self.lineage) == list(range(self.steps))
+        trained = [number for numbers in self.lineage.values() for number in numbers]
+        assert len(trained) == len(set(trained)) == self.steps * self.config.groups_per_step
+        dropped = {number for number, row in self.ledger.rows.items() if row.state is GroupState.DROPPED}
+        assert set(trained) | dropped == set(self.ledger.rows)
+        assert not self.flow.state.groups
