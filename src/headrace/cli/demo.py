@@ -27,10 +27,17 @@ def demo(
     from headrace.recipes.demo import build_demo
     from headrace.session import load_config
     from headrace.session import train as run
-    from headrace.session.directory import choose_directory
+    from headrace.session.directory import LEDGER_FILE, choose_directory
+
+    from headrace.errors import ConfigError
 
     out = console()
     target = directory or choose_directory("", RealClock(), prefix="demo-")
+    if (target / "run" / LEDGER_FILE).exists():
+        raise ConfigError(
+            f"--dir={str(target)!r} holds a demo already",
+            remedy=f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again",
+        )
     if as_json:
         made = build_demo(target, seed=seed)
     else:

@@ -15,18 +15,18 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
-from headrace.algo.advantages import Advantage, Scores
 from headrace.clock import RealClock
 from headrace.control import Parts, Serving
+from headrace.control.credit import credit
 from headrace.env import SingleTurn
 from headrace.environ import num_cores, shared_memory_root
 from headrace.errors import ComponentDied, DeadlineError
@@ -40,7 +40,6 @@ from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.observation import Event
 from headrace.types.sampling import Sampling
-from headrace.types.scored import ScoredGroup
 
 _NAME = re.compile(r"headrace-(\d+)-")
 
@@ -155,7 +154,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 **_serving(order, engine_client, pool),
                 learner=learner_client,
                 tasks=order.tasks,
-                advantages=lambda groups: _credit(order.algo.advantage, groups),
+                advantages=partial(credit, order.algo),
                 run_dir=order.run_dir,
             )
             yield World(parts=parts, components=processes.components)
@@ -225,17 +224,6 @@ def _serving(order: Order, engine_client: EngineClient, pool: ScorerPool) -> dic
         "max_context": order.max_context,
         "decode": order.decode,
     }
-
-
-def _credit(advantage: Advantage, groups: Sequence[ScoredGroup]) -> Sequence[float]:
-    """One advantage per scored episode of a batch."""
-    episodes = [(group.number, episode) for group in groups for episode in group.scored]
-    scores = Scores(
-        rewards_E=np.array([episode.reward for _, episode in episodes], np.float64),
-        groups_E=np.array([number for number, _ in episodes], np.int64),
-        lengths_E=np.array([episode.num_sampled for _, episode in episodes], np.int64),
-    )
-    return [float(credit) for credit in advantage(scores)]
 
 
 async def _watch(child: Child) -> None:

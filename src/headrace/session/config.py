@@ -82,7 +82,7 @@ class RunConfig(Section):
         advantage = self.algo.advantage
         ones = np.ones(2, np.int64)
         try:
-            credit = advantage(Scores(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
+            credit = self.algo.credit(Scores(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
         except DataError as error:
             raise ConfigError(
                 f"algo.advantage={advantage.kind!r} does not fit env.kind={self.env.kind!r}: {error.problem}",
@@ -108,7 +108,7 @@ class RunConfig(Section):
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """A run file with ``section.key=value`` overrides laid over it, checked.
 
-    Paths in a TOML file are relative to the file; in a tree, to the working directory.
+    Paths in a TOML file are relative to the file; in a tree and in ``overrides``, to the working directory.
 
     >>> load_config({"model": {"path": "m"}}, ["flow.max_age=0"]).flow.max_age
     0
@@ -119,7 +119,8 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> R
         tree = dict(source)
     else:
         tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
-    return validate(RunConfig, merge(tree, *(parse_override(text) for text in overrides)))
+    tree = merge(tree, *(parse_override(text) for text in overrides))
+    return validate(RunConfig, _absolute(tree, Path.cwd()))
 
 
 _PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("env", "reward"), ("run", "dir"))

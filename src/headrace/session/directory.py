@@ -16,7 +16,7 @@ import msgspec
 from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError, DataError, RunError
 from headrace.launch import Component
 
 CONFIG_FILE = "config.json"
@@ -58,6 +58,10 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
     Raises :class:`~headrace.errors.ConfigError` if another process holds it, if it has a run already and ``resume`` is
     not asked for, or if there is none to resume.
     """
+    if resume and not (run_dir / LEDGER_FILE).exists():
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -73,15 +77,10 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
                 f"run.dir={str(run_dir)!r} is in use by another process",
                 remedy=f"wait for it (headrace status {run_dir}), or choose another run.dir",
             ) from None
-        exists = (run_dir / LEDGER_FILE).exists()
-        if exists and not resume:
+        if (run_dir / LEDGER_FILE).exists() and not resume:
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to go on, or choose another run.dir",
-            )
-        if resume and not exists:
-            raise ConfigError(
-                f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
             )
         yield
     finally:
@@ -105,6 +104,8 @@ def read_status(run_dir: Path) -> Status | None:
         return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
     except OSError:
         return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged(run_dir / STATUS_FILE, error) from None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -113,7 +114,13 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
         tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except OSError:
         return None
+    except ValueError as error:
+        raise _damaged(run_dir / SUMMARY_FILE, error) from None
     return tree
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 
 
 def run_file_of(where: Path) -> dict[str, Any] | Path:
@@ -124,5 +131,7 @@ def run_file_of(where: Path) -> dict[str, Any] | Path:
         tree: dict[str, Any] = json.loads((where / CONFIG_FILE).read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(f"{where} holds no run", remedy="name a run file, or the directory of a run") from None
+    except ValueError as error:
+        raise _damaged(where / CONFIG_FILE, error) from None
     snapshot = starting_point(where).snapshot
     return tree if snapshot is None else merge(tree, {"model": {"path": str(snapshot)}})

@@ -14,7 +14,7 @@ from headrace.control.observer import Observers
 from headrace.launch import local_serving
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.order import make_order
-from headrace.session.prepare import Inputs, Prepared, Rows, prepare
+from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.running import first_cause, in_own_loop
 
 
@@ -44,6 +44,7 @@ def evaluate(
 
     Raises :class:`~headrace.errors.HeadraceError`.
     """
+    refuse_inside_a_run()
     inputs = Inputs(eval_data=eval_data, reward=reward)
     prepared = prepare(load_config(config, overrides), inputs, training=False)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.prompts import make_tasks
+from headrace.environ import run_token
 from headrace.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
 from headrace.scoring.reward import reward_reference, split_reference
@@ -85,9 +86,19 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         tasks=tasks,
         eval_tasks=eval_tasks,
         stop_ids=stop_ids,
-        max_context=_context(config, [*tasks, *eval_tasks]),
+        max_context=_context(config, tasks, eval_tasks),
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
     )
+
+
+def refuse_inside_a_run() -> None:
+    """Raise :class:`~headrace.errors.ConfigError` in a process of a run: it is a script that was imported for its reward,
+    and would start itself without end."""
+    if run_token():
+        raise ConfigError(
+            "a run cannot be started by a process of a run: the file of the reward function starts one when imported",
+            remedy='put its last part under: if __name__ == "__main__":',
+        )
 
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
@@ -107,7 +118,7 @@ def _rows(path: str, given: Rows | None, name: str) -> list[Row]:
     return load_rows(Path(path)) if path else []
 
 
-def _context(config: RunConfig, tasks: Sequence[Task]) -> int:
+def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> int:
     """How long prompt and completion together may be; refuses what no task could fit."""
     possible = context_length(config.model.path)
     asked = config.engine.max_context
@@ -117,8 +128,8 @@ def _context(config: RunConfig, tasks: Sequence[Task]) -> int:
             remedy=f"set engine.max_context <= {possible}",
         )
     new = config.engine.max_new_tokens
-    longest = max(len(task.prompt_ids_T) for task in tasks)
-    shortest = min(len(task.prompt_ids_T) for task in tasks)
+    longest = max(len(task.prompt_ids_T) for task in [*tasks, *eval_tasks])
+    shortest = min(len(task.prompt_ids_T) for task in tasks or eval_tasks)
     context = asked if asked is not None else min(possible, longest + new)
     if shortest + new > context:
         raise ConfigError(
@@ -134,7 +145,7 @@ def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
     file = Path(model_path) / "generation_config.json"
     try:
         extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         extra = None
     ids = extra if isinstance(extra, list) else [extra]
     return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
@@ -145,7 +156,7 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
     codec = Codec(Score)
     for task in tasks:
         try:
-            codec.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row))
+            codec.decode(codec.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row)))
         except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",

@@ -22,7 +22,7 @@ from headrace.control.saving import CHECKPOINTS
 from headrace.env.data import Order as RowOrder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
-from headrace.launch import Order, World, local_world
+from headrace.launch import Component, Order, World, local_world
 from headrace.observe import Recorder, judge, open_view, write_report
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig, RunFile, load_config
@@ -37,9 +37,9 @@ from headrace.session.directory import (
     write_json,
 )
 from headrace.session.order import make_order
-from headrace.session.prepare import Inputs, Prepared, Rows, prepare
+from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.running import first_cause, in_own_loop
-from headrace.types.observation import Fractions
+from headrace.types.observation import Fractions, LiveState
 
 REDRAW_S = 0.5
 """How often the live view and ``status.json`` are renewed."""
@@ -62,32 +62,41 @@ def train(  # gate: parameters - the public call: everything that a user may han
 
     Raises :class:`~headrace.errors.HeadraceError`; ``summary.json`` is written all the same once training has begun.
     """
+    refuse_inside_a_run()
     prepared = prepare(load_config(config, overrides), Inputs(data=data, eval_data=eval_data, reward=reward))
     run_dir = choose_directory(prepared.config.run.dir, RealClock())
     with locked(run_dir, resume=resume):
         try:
-            return in_own_loop(lambda: _train(prepared, run_dir))
-        finally:
-            if prepared.config.observe.report and (run_dir / SUMMARY_FILE).exists():
-                write_report(run_dir)
+            summary = in_own_loop(lambda: _train(prepared, run_dir))
+        except BaseException:
+            with suppress(HeadraceError):  # what went wrong before is what the user must hear of
+                _report(prepared, run_dir)
+            raise
+        _report(prepared, run_dir)
+        return summary
+
+
+def _report(prepared: Prepared, run_dir: Path) -> None:
+    if prepared.config.observe.report and (run_dir / SUMMARY_FILE).exists():
+        write_report(run_dir)
 
 
 async def _train(prepared: Prepared, run_dir: Path) -> Summary:
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
-    (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
     start = starting_point(run_dir)
     if start.step >= config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
             remedy=f"set run.steps > {start.step} to go on",
         )
-    write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
     with ExitStack() as stack:
         ledger = SqliteLedger(
             run_dir / LEDGER_FILE, group_size=config.flow.group_size, groups_per_step=config.flow.groups_per_step
         )
         stack.callback(ledger.close)
+        write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         writer = ThreadedWriter(ledger)
         stack.callback(writer.close)
         recorder = stack.enter_context(Recorder(run_dir))
@@ -123,7 +132,8 @@ async def _run(order: Order, control: Callable[[World], Controller], start: Star
             with suppress(HeadraceError):  # what went wrong may be the ledger itself
                 await controller.state.flow.flush()
             status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-            _finish(controller, controller.summary(status, cause=str(cause)))
+            with suppress(HeadraceError):  # or the disk
+                _finish(controller, controller.summary(status, cause=str(cause)))
         if cause is error:
             raise
         raise cause from None
@@ -142,22 +152,30 @@ def _finish(controller: Controller, summary: Summary) -> Summary:
 
 
 async def _pulse(controller: Controller, world: World, view: View) -> None:
-    """Renew the view and ``status.json``."""
-    clock = world.parts.clock
-    while True:
-        live = controller.live()
-        view.update(live)
-        status = Status(
-            phase=live.phase,
-            steps_done=live.steps_done,
-            steps_total=live.steps_total,
-            version=live.engine_version,
-            written_s=clock.wall(),
-            components=world.components(),
-            waits=controller.state.board.in_words().splitlines(),
-        )
-        write_json(world.parts.run_dir / STATUS_FILE, status)
-        await asyncio.sleep(REDRAW_S)
+    """Renew the view and ``status.json``; the last status says that all has ended."""
+    try:
+        while True:
+            live = controller.live()
+            view.update(live)
+            _write_status(controller, live, world, world.components())
+            await asyncio.sleep(REDRAW_S)
+    finally:
+        ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
+        with suppress(HeadraceError):  # the disk may be what went wrong
+            _write_status(controller, controller.live(), world, ended)
+
+
+def _write_status(controller: Controller, live: LiveState, world: World, components: list[Component]) -> None:
+    status = Status(
+        phase=live.phase,
+        steps_done=live.steps_done,
+        steps_total=live.steps_total,
+        version=live.engine_version,
+        written_s=world.parts.clock.wall(),
+        components=components,
+        waits=controller.state.board.in_words().splitlines(),
+    )
+    write_json(world.parts.run_dir / STATUS_FILE, status)
 
 
 def _view(config: RunConfig) -> View:

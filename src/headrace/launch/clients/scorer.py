@@ -103,7 +103,7 @@ class ScorerPool:
         )
 
     async def _call(self, task: Task, completions: tuple[str, ...]) -> Scores | None:
-        """One call, made again where its worker is replaced for another's sake; ``None`` if its worker died under it."""
+        """One call, made again where its worker is replaced for another's sake; ``None`` if its worker died."""
         while True:
             place = min(self._places, key=lambda place: place.load)
             while place.shift is None:

@@ -1,0 +1,37 @@
+"""The documented formulas are the ones that run."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from headrace.algo import formulas
+from headrace.algo.registry import options_of, rows
+from headrace.config import Section
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
+
+
+def test_document_is_current() -> None:
+    assert DOCUMENT.read_text() == formulas.document(), "run python -m headrace.algo.formulas > docs/formulas.md"
+
+
+@pytest.mark.parametrize(("name", "kind"), [row for _, _, union in formulas.CHAPTERS for row in rows(union).items()])
+def test_every_formula_states_itself_its_source_and_its_options(name: str, kind: type[Section]) -> None:
+    text = formulas.document()
+    assert f"### {name}\n" in text
+    assert kind.__doc__
+    assert "Source" in kind.__doc__ or name == "trust_region"
+    for option in options_of(kind):
+        assert kind.model_fields[option].description, f"{name}.{option} has no docstring"
+
+
+def test_undocumented_option_stops_the_generator() -> None:
+    class Silent(Section):
+        """A formula."""
+
+        kind: str = "silent"
+        knob: float = Field(default=1.0)
+
+    with pytest.raises(LookupError, match="option 'knob' of 'silent'"):
+        list(formulas._entry("silent", Silent))

@@ -1,0 +1,70 @@
+"""What is reported about the distance between what sampled and what is trained."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headrace import algo
+from headrace.algo.config import AlgoConfig
+from headrace.algo.metrics import add, means
+from headrace.algo.objective import Objective
+from tests.algo.batches import batch, sequences
+
+
+def measured(seed: int = 0, **tree: object) -> dict[str, float]:
+    inputs = batch(seed)
+    out = Objective.build(AlgoConfig.model_validate(tree))(inputs, inputs.mask_N.float())
+    return means(add([out.metrics]))
+
+
+def test_distance_from_the_sampling_policy_is_split_by_cause() -> None:
+    metrics = measured()
+    rows = [t for sequence in sequences(batch(0)) for t in sequence]
+    k1 = {name: [t["mu"] - t["pi"] for t in rows if pick(t)] for name, pick in {
+        "mismatch": lambda t: t["now"] == t["version"], "stale": lambda t: t["now"] > t["version"], "kl_mu": lambda t: True,
+    }.items()}  # fmt: skip
+    for name, values in k1.items():
+        assert metrics[f"{name}_k1"] == pytest.approx(sum(values) / len(values))
+    assert metrics["staleness_k1"] == pytest.approx(metrics["stale_k1"] - metrics["mismatch_k1"])
+    assert metrics["staleness_k3"] == pytest.approx(metrics["stale_k3"] - metrics["mismatch_k3"])
+
+
+def test_effective_sample_size_and_chi_squared() -> None:
+    metrics = measured()
+    w = torch.tensor([t["pi"] - t["mu"] for s in sequences(batch(0)) for t in s]).exp().double()
+    assert metrics["ess"] == pytest.approx(float(w.sum() ** 2 / (len(w) * (w**2).sum())))
+    assert metrics["chi2"] == pytest.approx(float((w**2).mean() - 1))
+
+
+def test_clip_fraction_is_told_by_age() -> None:
+    log_pi = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    log_old = torch.tensor([[-1.0, 0.0, -1.0, -1.0]])
+    out = algo.loss(
+        "grpo", log_pi=log_pi, log_old=log_old, advantages=[1.0], mask=[[1, 1, 1, 1]],
+        versions=[[9, 9, 5, 0]], version_now=9,
+    )  # fmt: skip
+    numbers = means(out.metrics)
+    assert numbers["clip_frac"] == 0.75
+    assert (numbers["clip_frac/age_0"], numbers["clip_frac/age_3-4"], numbers["clip_frac/age_9+"]) == (0.5, 1.0, 1.0)
+    assert "clip_frac/age_1" not in numbers
+
+
+def test_what_a_correction_did_is_told() -> None:
+    metrics = measured(loss="grpo", correction={"kind": "icepop", "low": 0.9, "high": 1.1})
+    assert 0 < metrics["correction_rejected"] < 1
+    assert 0 < metrics["correction_weight"] < 1.1
+
+
+def test_entropy_is_told_where_it_is_known() -> None:
+    inputs = batch(0)
+    assert inputs.entropy_N is not None
+    assert measured()["entropy"] == pytest.approx(float(inputs.entropy_N[inputs.mask_N].mean()))
+    without = Objective.build(AlgoConfig())(replace(inputs, entropy_N=None), inputs.mask_N.float())
+    assert "entropy" not in without.metrics
+
+
+def test_reference_divergence_is_told() -> None:
+    rows = [t for s in sequences(batch(0)) for t in s]
+    metrics = measured(loss={"kind": "grpo", "kl_coef": 0.1, "kl": "k1"})
+    assert metrics["kl_ref"] == pytest.approx(sum(t["pi"] - t["ref"] for t in rows) / len(rows))

@@ -1,0 +1,139 @@
+"""The face for notebooks: shapes, stand-ins, and everything that is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace import algo
+from headrace.algo.corrections import Tis
+from headrace.errors import ConfigError, DataError
+
+LOG_PI = torch.tensor([[-0.5, -1.0, -2.0], [-0.3, -0.8, -1.5]])
+OLD = LOG_PI + torch.tensor([[0.1, -0.2, 0.3], [0.0, 0.4, -0.1]])
+MU = OLD - 0.3
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+GIVEN: dict[str, Any] = {"log_pi": LOG_PI, "log_old": OLD, "advantages": [1.0, -1.0], "mask": MASK}
+
+
+def test_advantages_may_be_by_sequence_or_by_token() -> None:
+    value = algo.loss("grpo", **GIVEN).loss
+    for advantages in ([[1.0], [-1.0]], [[1.0] * 3, [-1.0] * 3], torch.tensor([1.0, -1.0])):
+        assert algo.loss("grpo", **{**GIVEN, "advantages": advantages}).loss == value
+
+
+def test_single_sequence_needs_no_batch_dimension() -> None:
+    one = {"log_pi": LOG_PI[1], "log_old": OLD[1], "mask": MASK[1]}
+    two = {"log_pi": LOG_PI[1:], "log_old": OLD[1:], "mask": MASK[1:]}
+    flat = algo.loss("dapo", **one, advantages=[0.5, -0.5, 1.0])
+    assert flat.loss == algo.loss("dapo", **two, advantages=[[0.5, -0.5, 1.0]]).loss
+    assert flat.tokens.shape == (3,)
+
+
+def test_tokens_have_the_shape_of_the_inputs_and_no_gradient() -> None:
+    out = algo.loss("dapo", **{**GIVEN, "log_pi": LOG_PI.clone().requires_grad_()})
+    assert out.tokens.shape == (2, 3)
+    assert not out.tokens.requires_grad
+    assert out.tokens[0, 2] == 0
+    assert out.loss.requires_grad
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    half = {key: value.bfloat16() for key, value in GIVEN.items() if key in ("log_pi", "log_old")}
+    out = algo.loss("dapo", **{**GIVEN, **half})
+    assert out.loss.dtype == torch.float32
+    wide = {key: value.float() for key, value in half.items()}
+    torch.testing.assert_close(out.loss, algo.loss("dapo", **{**GIVEN, **wide}).loss)
+
+
+def test_old_policy_stands_in_for_the_sampling_one_but_not_for_a_correction() -> None:
+    left_out = algo.loss("reinforce", **GIVEN)
+    assert left_out.loss == algo.loss("reinforce", **GIVEN, log_mu=OLD).loss
+    with pytest.raises(ConfigError, match="log_mu is missing"):
+        algo.loss("grpo", **GIVEN, correction="tis")
+
+
+def test_correction_may_be_a_name_a_table_or_a_record() -> None:
+    outs = [
+        algo.loss("grpo", **GIVEN, log_mu=MU, correction=choice, **options)
+        for choice, options in (("tis", {"cap": 1.2}), ({"kind": "tis", "cap": 1.2}, {}), (Tis(cap=1.2), {}))
+    ]
+    assert len({float(out.loss) for out in outs}) == 1
+    assert float(outs[0].loss) != float(algo.loss("grpo", **GIVEN, log_mu=MU, correction="none").loss)
+
+
+def test_options_find_their_formula() -> None:
+    by_name = algo.loss("dr_grpo", **GIVEN, log_mu=MU, clip_high=0.1, cap=1.1, normalizer=5, correction="tis")
+    by_table = algo.loss(
+        "dr_grpo", **GIVEN, log_mu=MU, clip_high=0.1, correction={"kind": "tis", "cap": 1.1},
+        reduction={"kind": "constant", "normalizer": 5},
+    )  # fmt: skip
+    assert by_name.loss == by_table.loss
+
+
+def test_groups_decide_the_prompt_mean() -> None:
+    values = {"log_pi": -torch.tensor([[1.0, 2.0], [3.0, 9.0]]), "mask": [[1, 1], [1, 0]], "advantages": [0, 0]}
+    assert algo.loss("ce", **values, reduction="prompt_mean").loss == pytest.approx(2.0)
+    assert algo.loss("ce", **values, reduction="prompt_mean", groups=[5, 9]).loss == pytest.approx(2.25)
+
+
+def test_dpo_pairs_neighbours_unless_told() -> None:
+    log_pi = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)) - 2
+    ref, mask = torch.full((4, 3), -2.0), torch.ones(4, 3)
+    plain = algo.loss("dpo", log_pi=log_pi, log_ref=ref, mask=mask, advantages=[1, -1, 1, -1])
+    order = [0, 2, 1, 3]
+    told = algo.loss(
+        "dpo", log_pi=log_pi[order], log_ref=ref, mask=mask, advantages=[1, 1, -1, -1], groups=[7, 8, 7, 8]
+    )
+    torch.testing.assert_close(told.loss, plain.loss)
+    with pytest.raises(DataError, match="exactly one chosen"):
+        algo.loss("dpo", log_pi=log_pi, log_ref=ref, mask=mask, advantages=[1, 1, -1, -1])
+
+
+def test_every_loss_runs_from_a_notebook() -> None:
+    names = (
+        "grpo dapo dr_grpo luspo gspo gspo_token gmpo cispo sapo vespo reinforce topr kimi dro dppo ipo m2po clip_cov "
+        "kl_cov aspo ce ref_kl dpo"
+    )
+    for name in names.split():
+        log_pi = LOG_PI.clone().requires_grad_()
+        out = algo.loss(name, **{**GIVEN, "log_pi": log_pi}, log_mu=MU, log_ref=MU)
+        out.loss.backward()
+        assert log_pi.grad is not None
+        assert log_pi.grad.isfinite().all(), name
+        assert log_pi.grad[0, 2] == 0, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "remedy"),
+    [
+        ({"name": "gsppo"}, "loss 'gsppo' does not exist", "did you mean 'gspo'"),
+        ({"name": "grpo", "clip_hi": 0.3}, "grpo with sequence_mean_token_mean has no option 'clip_hi'", "'clip_high'"),
+        ({"name": "ce", "clip_low": 0.3}, "has no option 'clip_low'", ""),
+        ({"name": "reinforce", "dual_clip": 3}, "has no option 'dual_clip'", ""),
+        ({"name": "grpo", "log_old": None}, "log_old is missing", "give log_old"),
+        ({"name": "cispo", "log_old": None, "anchor": "mu"}, "log_mu is missing", "give log_mu"),
+        ({"name": "grpo", "kl_coef": 0.1}, "log_ref is missing", "give log_ref"),
+        ({"name": "grpo", "entropy_coef": 0.1}, "entropy is missing", "give entropy"),
+        ({"name": "grpo", "log_mu": MU, "correction": "loglinear"}, "versions is missing", "give versions"),
+        ({"name": "grpo", "versions": MASK}, "go together", "give both"),
+        ({"name": "cispo", "anchor": "mu", "correction": "tis", "log_mu": MU}, "twice", "keep one"),
+        ({"name": "grpo", "reduction": "mean"}, "reduction 'mean' does not exist", "token_mean"),
+        ({"name": "grpo", "correction": "tiss"}, "correction 'tiss' does not exist", "did you mean 'tis'"),
+        ({"name": "grpo", "log_old": OLD[:, :2]}, "log_old has shape (2, 2)", "that shape"),
+        ({"name": "grpo", "advantages": [1.0, 2.0, 3.0]}, "advantages has shape", "that shape"),
+        ({"name": "grpo", "groups": [1]}, "groups has 1 rows", "one per sequence"),
+        ({"name": "grpo", "clip_low": 2.0}, "clip_low=2.0", ""),
+        ({"name": "distill"}, "'top_k'", "teacher"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_remedy(arguments: dict[str, Any], problem: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        algo.loss(**{**GIVEN, **arguments})
+    assert problem in caught.value.problem
+    assert remedy in caught.value.remedy
+
+
+def test_unknown_divergence_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kl 'k4' does not exist"):
+        algo.kl("k4", LOG_PI, OLD)  # type: ignore[arg-type]
