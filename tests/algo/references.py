@@ -5,7 +5,6 @@ A row is a dictionary of the numbers of one token; a sequence is a list of rows 
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 Row = dict[str, float]
 Sequence = list[Row]
@@ -27,17 +26,19 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def ppo(r: float, a: float, low: float, high: float, dual: float | None = None, cap: float | None = None) -> float:
-    value = -min((r if cap is None else min(r, cap)) * a, clamp(r, 1 - low, 1 + high) * a)
-    return min(value, -dual * a) if dual is not None and a < 0 else value
+def ppo(r: float, a: float, low: float, high: float, cap: float = math.inf) -> float:
+    return -min(min(r, cap) * a, clamp(r, 1 - low, 1 + high) * a)
 
 
 def each(formula: Callable[..., float]) -> Callable[..., list[float]]:
     return lambda sequence, **o: [formula(t, **o) for t in sequence]
 
 
-def grpo(t: Row, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: Any = None, ratio_cap: Any = None) -> float:
-    return ppo(e(log_r(t)), t["a"], clip_low, clip_high, dual_clip, ratio_cap)
+def grpo(
+    t: Row, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None, ratio_cap: float = math.inf
+) -> float:
+    value = ppo(e(log_r(t)), t["a"], clip_low, clip_high, ratio_cap)
+    return min(value, -dual_clip * t["a"]) if dual_clip is not None and t["a"] < 0 else value
 
 
 def dapo(t: Row, clip_low: float = 0.2, clip_high: float = 0.28) -> float:

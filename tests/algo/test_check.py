@@ -1,4 +1,4 @@
-"""The contract suite for losses of the user's own: what is right passes, and each fault fails the clause that names it."""
+"""The contract suite for the user's own losses: what is right passes, each fault fails the clause that names it."""
 
 from pathlib import Path
 
@@ -56,7 +56,8 @@ def test_fault_fails_the_clause_that_names_it(tmp_path: Path, clause: str) -> No
 
 
 def test_error_of_the_user_is_told(tmp_path: Path) -> None:
-    report = check_loss(f"{write(tmp_path, 'def wrong(inputs):\n    return inputs.no_such_column\n')}:wrong")
+    path = write(tmp_path, "def wrong(inputs):\n    return inputs.no_such_column\n")
+    report = check_loss(f"{path}:wrong")
     assert "AttributeError" in report.findings[0].detail
 
 

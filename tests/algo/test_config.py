@@ -41,8 +41,15 @@ def test_tables_and_names_say_the_same() -> None:
     assert algo('[correction]\nkind = "icepop"\nlow = 0.9').correction[0].low == 0.9  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("loss", "reduction"), [("grpo", "sequence_mean_token_mean"), ("dr_grpo", "constant"),
-                                                 ("luspo", "sequence_mean_token_sum"), ("dpo", "prompt_mean")])  # fmt: skip
+PAPERS = {
+    "grpo": "sequence_mean_token_mean",
+    "dr_grpo": "constant",
+    "luspo": "sequence_mean_token_sum",
+    "dpo": "prompt_mean",
+}
+
+
+@pytest.mark.parametrize(("loss", "reduction"), PAPERS.items())
 def test_loss_brings_the_reduction_of_its_paper(loss: str, reduction: str) -> None:
     assert algo(f'loss = "{loss}"').reduction.kind == reduction
     assert algo(f'loss = "{loss}"\nreduction = "token_mean"').reduction.kind == "token_mean"

@@ -21,9 +21,12 @@ def measured(seed: int = 0, **tree: object) -> dict[str, float]:
 def test_distance_from_the_sampling_policy_is_split_by_cause() -> None:
     metrics = measured()
     rows = [t for sequence in sequences(batch(0)) for t in sequence]
-    k1 = {name: [t["mu"] - t["pi"] for t in rows if pick(t)] for name, pick in {
-        "mismatch": lambda t: t["now"] == t["version"], "stale": lambda t: t["now"] > t["version"], "kl_mu": lambda t: True,
-    }.items()}  # fmt: skip
+    stale = [t["now"] > t["version"] for t in rows]
+    by_cause = {"mismatch": [not old for old in stale], "stale": stale, "kl_mu": [True] * len(rows)}
+    k1 = {
+        name: [t["mu"] - t["pi"] for t, mine in zip(rows, picked, strict=True) if mine]
+        for name, picked in by_cause.items()
+    }
     for name, values in k1.items():
         assert metrics[f"{name}_k1"] == pytest.approx(sum(values) / len(values))
     assert metrics["staleness_k1"] == pytest.approx(metrics["stale_k1"] - metrics["mismatch_k1"])

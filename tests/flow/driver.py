@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.flow import Admission, Flow, FlowConfig
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Recalled, RecalledGroup
@@ -42,7 +43,7 @@ class Row:
     reason: str = ""
     oldest_version: int = 0
     step: int | None = None
-    episodes: dict[int, Tried] = field(default_factory=dict)
+    episodes: dict[int, Any] = field(default_factory=dict)
 
 
 class DictLedger:
@@ -133,17 +134,19 @@ class Attempt:
     from_version: int
     """Committed when it was admitted: nothing sampled from now on is older."""
     started: bool = False
-    episodes: dict[int, Tried] = field(default_factory=dict)
+    episodes: dict[int, Any] = field(default_factory=dict)
 
 
 class Driver:
     """One run over all its lives; each method is one event and checks what must hold after it."""
 
-    def __init__(self, config: FlowConfig, *, steps: int, rng: random.Random) -> None:
+    def __init__(
+        self, config: FlowConfig, *, steps: int, rng: random.Random, ledger: DictLedger | None = None
+    ) -> None:
         self.config = config
         self.steps = steps
         self.rng = rng
-        self.ledger = DictLedger()
+        self.ledger = ledger or DictLedger()
         self.lineage: dict[int, tuple[int, ...]] = {}
         """The groups of every step that the present weights contain."""
         self.batches: dict[int, tuple[int, ...]] = {}
@@ -192,17 +195,24 @@ class Driver:
         attempt = self.running[number]
         left = [place for place in range(self.config.group_size) if place not in attempt.episodes]
         if left:
+            key = EpisodeKey(number, self.rng.choice(left))
             failed = self.rng.random() < failures
-            episode = Tried(
-                key=EpisodeKey(number, self.rng.choice(left)),
-                status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED,
-                sampled_under=(attempt.from_version, self.flow.state.version),
-            )
+            episode = self.make_episode(key, (attempt.from_version, self.flow.state.version), failed=failed)
             attempt.episodes[episode.key.place] = episode
             self.flow.end_episode(episode)
         if len(attempt.episodes) == self.config.group_size and self.rng.random() < 0.8:
             self._close(number)
         return True
+
+    def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> Any:
+        """An ended episode whose tokens were sampled under ``versions``."""
+        return Tried(
+            key=key, status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED, sampled_under=versions
+        )
+
+    def report(self, step: int, groups: list[ScoredGroup]) -> StepReport:
+        """What the learner says of a step."""
+        return StepReport(step=step, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
 
     def _close(self, number: int) -> None:
         episodes = self.running.pop(number).episodes
@@ -243,8 +253,8 @@ class Driver:
         if not self.taken:
             return False
         groups = self.taken.pop(0)
-        report = StepReport(step=self.num_trained, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
-        self.flow.trained(groups, report, {0: 1})
+        report = self.report(self.num_trained, groups)
+        self.flow.trained(groups, report, {0: report.trained_tokens})
         self.lineage[self.num_trained] = tuple(group.number for group in groups)
         self.num_trained += 1
         self.overlaps += bool(self.running)
@@ -270,13 +280,16 @@ class Driver:
 
     # --- driving
 
-    def random_events(self, count: int) -> None:
+    def random_events(self, count: int, *, crashes: float = 0.02) -> None:
+        """Any events in any order; ``crashes`` is how probable a crash is at each."""
         quiet = [self.admit, self.start, self.start, self.end_episode, self.end_episode, self.end_episode]
         quiet += [self.take, self.train, self.commit, lambda: self.end_episode(failures=0.5)]
+        rates = {self.crash: crashes, self.drop: 0.03, self.save: 0.03}
         for _ in range(count):
-            drawn = self.rng.random()
-            event = self.drop if drawn < 0.03 else self.crash if drawn < 0.05 else self.rng.choice(quiet)
-            event = self.save if 0.05 <= drawn < 0.08 else event
+            drawn, event = self.rng.random(), self.rng.choice(quiet)
+            for rare, rate in rates.items():
+                event = rare if 0 <= drawn < rate else event
+                drawn -= rate
             if event():
                 self.check()
 
@@ -284,11 +297,9 @@ class Driver:
         """Everything that runs ends in time: the last step must be reached."""
         events = [self.admit, self.start, self.end_episode, self.take, self.train, self.commit]
         while self.flow.state.version < self.steps:
-            moved = False
-            for event in self.rng.sample(events, len(events)):
-                moved |= event()
-            assert moved, f"deadlock: {self.flow.state.counts}, step {self.flow.state.next_step}"
-        self.check()
+            moved = [event() for event in self.rng.sample(events, len(events))]
+            assert any(moved), f"deadlock: {self.flow.state.counts}, step {self.flow.state.next_step}"
+            self.check()
 
     def check(self) -> None:
         """Conservation, against a count of our own."""

@@ -108,7 +108,7 @@ class TokenLoss:
     tokens_N: Tensor
     """To be minimised; anything outside the mask is ignored."""
     clipped_N: Tensor | None = None
-    """bool; the tokens whose gradient the formula cut off; ``None`` if it never does."""
+    """bool; the tokens at a bound of the formula, which have less gradient or none; ``None`` if it has no bound."""
     metrics: Metrics = field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.algo.base import LossInputs
 from headrace.algo.config import AlgoConfig
+from headrace.algo.losses.custom import Custom, load
 from headrace.algo.objective import Objective
 from headrace.algo.registry import named
 from headrace.config import Section, validate
@@ -65,7 +66,10 @@ def check_loss(ref: str | Section, seed: int = 0) -> LossReport:
     for a reference that names nothing.
     """
     table: Any = named(ref) if isinstance(ref, str) else ref
-    objective = Objective.build(validate(AlgoConfig, {"loss": table, "correction": ()}))
+    config = validate(AlgoConfig, {"loss": table, "correction": ()})
+    if isinstance(config.loss, Custom):
+        load(config.loss.ref)
+    objective = Objective.build(config)
     trial = Trial(objective, example(torch.Generator().manual_seed(seed)))
     clauses: dict[str, Callable[[], str]] = {
         "values are finite": trial.finite,

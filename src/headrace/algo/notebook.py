@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import COLUMNS, AnyAdvantage, scores_of
+from headrace.algo.advantages import AnyAdvantage, scores_of
 from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import AnyCorrection
@@ -88,8 +88,8 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[int] | None
     [1.0, -0.5, 0.0, -0.5]
     """
     kind = find(AnyAdvantage, "advantage", name)
-    columns = {key: options.pop(key) for key in list(options) if key in COLUMNS}
-    _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=COLUMNS)
+    _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=kind.reads)
+    columns = {key: options.pop(key) for key in kind.reads if key in options}
     formula: Any = validate(kind, options)
     result: list[float] = formula(scores_of(rewards, groups, **columns)).tolist()
     return result

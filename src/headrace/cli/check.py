@@ -27,3 +27,5 @@ def loss(
         print_json(report)
     else:
         console().print(str(report))
+    if not report.ok:
+        raise typer.Exit(1)

@@ -24,12 +24,11 @@ def demo(
     """
     from headrace.cli.ending import show_summary
     from headrace.clock import RealClock
+    from headrace.errors import ConfigError
     from headrace.recipes.demo import build_demo
     from headrace.session import load_config
     from headrace.session import train as run
     from headrace.session.directory import LEDGER_FILE, choose_directory
-
-    from headrace.errors import ConfigError
 
     out = console()
     target = directory or choose_directory("", RealClock(), prefix="demo-")

@@ -124,7 +124,7 @@ class Board:
         if not oldest:
             return ""
         ask = min(oldest, key=lambda ask: ask.since)
-        return f"\n  {ask.of} has owed {ask.what} for {self._clock.now() - ask.since:.0f} s"
+        return f"; {ask.what} has been owed by {ask.of} for {self._clock.now() - ask.since:.0f} s"
 
     def in_words(self) -> str:
         """The table, a line per loop, with what each consumes and produces."""

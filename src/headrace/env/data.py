@@ -71,13 +71,15 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 def _read_csv(path: Path) -> list[Row]:
     rows: list[Row] = []
-    reader = csv.DictReader(_lines(path), strict=True)
+    lines = list(_lines(path))
+    reader = csv.DictReader(lines, strict=True)
     try:
         for row in reader:
             _refuse_ragged(row, reader, path)
             rows.append(dict(row))
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: {error}", remedy="mend that line") from None
+    except csv.Error as error:  # in the line after the last that the reader has counted
+        number = min(reader.line_num + 1, len(lines))
+        raise DataError(f"{path}:{number}: {error}", remedy="mend that line") from None
     return rows
 
 

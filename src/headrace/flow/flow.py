@@ -63,7 +63,7 @@ class Flow:
         needed = self._last_step * self.config.groups_per_step
         room = needed - self.state.counts[GroupState.RELEASED] - self.state.num_held
         count = min(self._policy.admit(self.state), room)
-        waiting = [n for n, entry in self.state.groups.items() if entry.state is GroupState.SUBMITTED][: max(0, count)]
+        waiting = self.state.waiting()[: max(0, count)]
         fresh = [self.state.submit() for _ in range(count - len(waiting))]
         rows = tuple(self._pick_row(number) for number in fresh)
         if fresh:

@@ -105,6 +105,16 @@ class FlowState:
         gone = (GroupState.TAKEN, GroupState.TRAINED)
         return [number for number, entry in self.groups.items() if entry.state not in gone]
 
+    def waiting(self) -> list[int]:
+        """Numbers of the groups that a crash interrupted and that were not admitted again; the aged ones come first."""
+        numbers = [number for number, entry in self.groups.items() if entry.state is GroupState.SUBMITTED]
+        return sorted(numbers, key=lambda number: (not self.is_aged(number), number))
+
+    def is_aged(self, number: int) -> bool:
+        """Whether the group holds tokens that are no newer than those it would get now."""
+        oldest = self.groups[number].oldest_version
+        return oldest is not None and oldest <= self.version
+
     def oldest_version(self, number: int) -> int | None:
         """The version that none of the group's tokens is older than; ``None`` where it has none and is not admitted."""
         return self.groups[number].oldest_version

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.environ import child_environment
+from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.launch.hosts import SPOKE
@@ -96,7 +97,7 @@ class Child:
     async def end(self, farewell: object) -> None:
         """Tell it to end; make it end if it does not."""
         if self._process.returncode is None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, RunError):  # one that is still loading cannot be told
                 self.peer.send(farewell)
                 async with asyncio.timeout(GRACE_S):
                     await self._process.wait()

@@ -51,7 +51,7 @@ _ADVICE = {
     Bound.SCORING: "Let generation run ahead while rewards are computed: raise flow.max_age and flow.lead, or make the "
     "reward faster.",
     Bound.SYNC: "Let generation run ahead while weights travel: raise flow.lead (and flow.max_age, which bounds it).",
-    Bound.TURNS: "Let them overlap: set flow.max_age and flow.lead to 1 or more.",
+    Bound.TURNS: "Let them overlap: set flow.max_age >= 1; where it is, raise flow.max_age and flow.lead.",
     Bound.BALANCED: "",
 }
 _RUN_AHEAD = "The engine stands idle too: raise flow.lead (and flow.max_age, which bounds it)."

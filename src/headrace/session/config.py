@@ -95,15 +95,6 @@ class RunConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _warmup_ends(self) -> Self:
-        if self.learner.warmup_steps > self.run.steps:
-            raise ConfigError(
-                f"learner.warmup_steps={self.learner.warmup_steps} is more than run.steps={self.run.steps}",
-                remedy="warm up for less, or train for longer",
-            )
-        return self
-
 
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """A run file with ``section.key=value`` overrides laid over it, checked.
@@ -132,4 +123,15 @@ def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value:
             tree = merge(tree, {section: {key: str(directory / Path(value).expanduser())}})
-    return tree
+    return _with_absolute_loss(tree, directory)
+
+
+def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A loss of the user's own is named ``file.py:function``, alone or as the ``ref`` of its table."""
+    algo = tree.get("algo")
+    loss = algo.get("loss") if isinstance(algo, dict) else None
+    ref = loss.get("ref") if isinstance(loss, dict) else loss
+    if not isinstance(ref, str) or ".py:" not in ref:
+        return tree
+    absolute = str(directory / Path(ref).expanduser())
+    return merge(tree, {"algo": {"loss": {"ref": absolute} if isinstance(loss, dict) else absolute}})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.algo.losses.custom import Custom
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.prompts import make_tasks
 from headrace.environ import run_token
@@ -69,6 +70,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     :class:`~headrace.errors.ModelError` or :class:`~headrace.errors.EnvError`.
     """
     config = _with_reward(config, inputs)
+    if training:
+        _check_own_loss(config)
     rows = _rows(config.data.path, inputs.data, "data.path") if training else []
     eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path")
     if training and not rows:
@@ -92,12 +95,27 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
 
 
 def refuse_inside_a_run() -> None:
-    """Raise :class:`~headrace.errors.ConfigError` in a process of a run: it is a script that was imported for its reward,
-    and would start itself without end."""
+    """Raise :class:`~headrace.errors.ConfigError` in a process of a run: a script that is imported for its reward would
+    start itself without end."""
     if run_token():
         raise ConfigError(
             "a run cannot be started by a process of a run: the file of the reward function starts one when imported",
             remedy='put its last part under: if __name__ == "__main__":',
+        )
+
+
+def _check_own_loss(config: RunConfig) -> None:
+    """A loss of the user's own must keep the contract that every loss keeps."""
+    if not isinstance(config.algo.loss, Custom):
+        return
+    from headrace.algo.check import check_loss
+
+    report = check_loss(config.algo.loss)
+    if not report.ok:
+        raise ConfigError(
+            f"algo.loss: {report}",
+            remedy="mend it (headrace.algo.base.log_ratio clamps ratios), then try "
+            f"headrace check loss {config.algo.loss.ref}",
         )
 
 

@@ -23,6 +23,7 @@ from headrace.env.data import Order as RowOrder
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
 from headrace.launch import Component, Order, World, local_world
+from headrace.launch.heap import settled_heap
 from headrace.observe import Recorder, judge, open_view, write_report
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig, RunFile, load_config
@@ -123,7 +124,7 @@ async def _run(order: Order, control: Callable[[World], Controller], start: Star
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             pulse = group.create_task(_pulse(controller, world, view))
-            with _stopped_by_ctrl_c(controller):
+            with _stopped_by_ctrl_c(controller), settled_heap():
                 summary = _finish(controller, await controller.run(start))
             pulse.cancel()
     except BaseException as error:

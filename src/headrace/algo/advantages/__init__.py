@@ -18,7 +18,7 @@ from headrace.algo.advantages.reinforce_pp import ReinforcePp
 from headrace.algo.advantages.remax import Remax
 from headrace.algo.advantages.reverse_kl import ReverseKl
 from headrace.algo.advantages.rloo import Rloo
-from headrace.algo.advantages.scores import COLUMNS, Scores, scores_of
+from headrace.algo.advantages.scores import Scores, scores_of
 from headrace.algo.advantages.step import Step
 
 AnyAdvantage = (
@@ -26,4 +26,4 @@ AnyAdvantage = (
 )
 AdvantageConfig = Annotated[AnyAdvantage, Field(discriminator="kind")]
 
-__all__ = ["COLUMNS", "Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Scores", "scores_of"]
+__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Scores", "scores_of"]

@@ -29,6 +29,8 @@ class Advantage(Protocol):
     """``"group"``: each group can be computed by itself; ``"batch"``: the whole batch is needed at once."""
     per_token: ClassVar[bool]
     """Whether the result is one number per token (N) rather than per episode (E)."""
+    reads: ClassVar[frozenset[str]]
+    """What it looks at beyond rewards and groups, as :func:`~headrace.algo.advantages.scores.scores_of` names it."""
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode, or of every token."""
@@ -40,6 +42,7 @@ class AdvantageSection(Section):
 
     scope: ClassVar[Scope] = "group"
     per_token: ClassVar[bool] = False
+    reads: ClassVar[frozenset[str]] = frozenset()
 
 
 def given(column: A | None, name: str) -> A:
@@ -58,6 +61,12 @@ def total(values_E: Floats, owners_E: Ints) -> Floats:
     _, index = np.unique(owners_E, return_inverse=True)
     sums: Floats = np.bincount(index, values_E).astype(np.float64)
     return sums[index]
+
+
+def joint(first: Ints, second: Ints) -> Ints:
+    """One label per row for each pair of labels."""
+    pairs = np.stack([first, second], axis=1)
+    return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def centered(scores: Scores, weights_E: Floats | None = None) -> Floats:

@@ -30,14 +30,15 @@ class Gdpo(AdvantageSection):
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode."""
-        parts_EK = scores.values_E[:, None] if scores.parts_EK is None else scores.parts_EK
+        parts_EK = scores.rewards_E[:, None] if scores.parts_EK is None else scores.parts_EK
         weights = self.weights or (1.0,) * parts_EK.shape[1]
         if len(weights) != parts_EK.shape[1]:
             raise DataError(
                 f"gdpo has {len(weights)} weights for {parts_EK.shape[1]} rewards", remedy="give one weight per reward"
             )
         single = GrpoAdvantage(std="ddof1", eps=self.eps)
-        columns = [single(replace(scores, rewards_E=column_E, parts_EK=None)) for column_E in parts_EK.T]
+        counted_KE = np.where(scores.counted_E, parts_EK.T, np.nan)
+        columns = [single(replace(scores, rewards_E=column_E, parts_EK=None)) for column_E in counted_KE]
         summed_E = sum((w * column_E for w, column_E in zip(weights, columns, strict=True)), np.zeros(len(parts_EK)))
         mean, std = moments(summed_E, scores.counted_E.astype(np.float64))
         return divided((summed_E - mean) * scores.counted_E, np.full(len(summed_E), std + self.eps if std > 0 else 0.0))

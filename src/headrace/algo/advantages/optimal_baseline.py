@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from headrace.algo.advantages.base import AdvantageSection, divided, given, total, without_rounding
+from headrace.algo.advantages.base import AdvantageSection, divided, given, joint, total, without_rounding
 from headrace.algo.advantages.scores import Floats, Scores
 
 
@@ -21,6 +21,7 @@ class OptimalBaseline(AdvantageSection):
     kind: Literal["optimal_baseline"] = "optimal_baseline"
     """Selects this advantage."""
     per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"energies"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every token."""
@@ -32,7 +33,7 @@ class OptimalBaseline(AdvantageSection):
         weights_N = sums_N - (sums_N - energies_N)[starts_N] if len(sums_N) else sums_N
         weights_N = weights_N * scores.counted_E[owners_N]
         places_N = np.arange(len(owners_N)) - starts_N
-        _, keys_N = np.unique(np.stack([scores.groups_E[owners_N], places_N], axis=1), axis=0, return_inverse=True)
+        keys_N = joint(scores.groups_E[owners_N], places_N)
         values_N = scores.values_E[owners_N]
         mass_N = total(weights_N, keys_N)
         baseline_N = np.where(mass_N > 0, divided(total(weights_N * values_N, keys_N), mass_N), values_N)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from headrace.algo.advantages.base import AdvantageSection, divided, given, total, without_rounding
+from headrace.algo.advantages.base import AdvantageSection, divided, given, joint, total, without_rounding
 from headrace.algo.advantages.grpo import GrpoAdvantage
 from headrace.algo.advantages.scores import Floats, Ints, Scores
 
@@ -31,6 +31,7 @@ class Prpo(AdvantageSection):
     eps: float = Field(default=1e-6, ge=0)
     """ε: added to standard deviations."""
     per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every token."""
@@ -39,7 +40,7 @@ class Prpo(AdvantageSection):
         segments_N = owners_N.copy()
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
             segments_N[end - length : end] = self._segments(entropies_N[end - length : end])
-        _, keys_N = np.unique(np.stack([owners_N, segments_N], axis=1), axis=0, return_inverse=True)
+        keys_N = joint(owners_N, segments_N)
         ones_N = np.ones(len(owners_N))
         p_N = total(process_N, keys_N) / total(ones_N, keys_N)
         shift_N = without_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)

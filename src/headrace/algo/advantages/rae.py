@@ -23,6 +23,7 @@ class Rae(AdvantageSection):
     decay: float = Field(default=0.95, ge=0, lt=1)
     """α: how much of the running mean is kept at each episode."""
     scope: ClassVar[Scope] = "batch"
+    reads: ClassVar[frozenset[str]] = frozenset({"agents", "baselines"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode."""

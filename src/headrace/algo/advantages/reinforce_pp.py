@@ -25,6 +25,7 @@ class ReinforcePp(AdvantageSection):
     eps: float = Field(default=1e-8, ge=0)
     """ε: added to the standard deviation."""
     scope: ClassVar[Scope] = "batch"
+    reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode."""

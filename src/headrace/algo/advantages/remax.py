@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -18,6 +18,7 @@ class Remax(AdvantageSection):
 
     kind: Literal["remax"] = "remax"
     """Selects this advantage."""
+    reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode."""

@@ -25,6 +25,7 @@ class ReverseKl(AdvantageSection):
     weight: float = Field(default=0.0, ge=0)
     """ω: weight of the reward; 0 leaves rewards out altogether."""
     per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every token."""

@@ -20,8 +20,6 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 PER_TOKEN = ("process", "entropies", "energies", "log_mu", "log_nu")
-COLUMNS = frozenset({"lengths", "greedy", "agents", "baselines", "episodes", "states", *PER_TOKEN})
-"""What :func:`scores_of` takes beyond rewards and groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +96,13 @@ class Scores:
 def scores_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Scores:
     """Scores from plain lists: rewards as numbers or None, or as a list of parts for each episode; labels of any kind.
 
-    Per-token columns are a list for each episode; ``baselines`` maps an agent to a number. Raises :class:`DataError`
-    for what is not a number, and for columns that do not agree in length.
+    ``columns`` are the fields of :class:`Scores` by their names without suffix; those per token are a list for each
+    episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for what is not a number, and for
+    columns that do not agree in length.
     """
-    parts = [row for row in rewards if isinstance(row, Sequence)]
+    parts = [row for row in rewards if isinstance(row, Sequence) and not isinstance(row, str)]
     table = [[None] * len(parts[0]) if row is None else row for row in rewards] if parts else None
-    if table is not None and len({len(row) for row in table}) > 1:
+    if table is not None and len({len(row) if isinstance(row, Sequence) else 1 for row in table}) > 1:
         raise DataError("episodes have different numbers of rewards", remedy="give every episode the same parts")
     parts_EK = None if table is None else np.array([_floats(row) for row in table])
     records: dict[str, Any] = {

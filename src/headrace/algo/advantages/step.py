@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from headrace.algo.advantages.base import AdvantageSection, leave_one_out, total
+from headrace.algo.advantages.base import AdvantageSection, joint, leave_one_out, total
 from headrace.algo.advantages.scores import Floats, Ints, Scores
 
 
@@ -25,6 +25,7 @@ class Step(AdvantageSection):
     """γ: discount per turn of the returns that are compared."""
     weight: float = Field(default=1.0, ge=0)
     """ω: weight of the step credit beside the episode's."""
+    reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
 
     def __call__(self, scores: Scores) -> Floats:
         """The credit of every episode."""
@@ -32,7 +33,7 @@ class Step(AdvantageSection):
         episodes_E = rows if scores.episodes_E is None else scores.episodes_E
         returns_E, places_E = self._returns(scores.values_E, episodes_E)
         states_E = places_E if scores.states_E is None else scores.states_E
-        _, keys_E = np.unique(np.stack([scores.groups_E, states_E], axis=1), axis=0, return_inverse=True)
+        keys_E = joint(scores.groups_E, states_E)
         step_E = leave_one_out(returns_E, scores.counted_E, keys_E)
         _, first, owners_E = np.unique(episodes_E, return_index=True, return_inverse=True)
         whole_E = total(scores.values_E, episodes_E)[first]

@@ -29,7 +29,8 @@ class Ordered:
     """Tokens that carry loss, by age in versions."""
     ordered_s: float
     """When the batch was given, on the clock."""
-    trained: asyncio.Task[StepReport]
+    trained: asyncio.Task[tuple[StepReport, float]]
+    """What the step did, and when it was done, on the clock."""
     slot_s: float
     """When there was a free weight buffer, on the clock."""
     snapshot: asyncio.Task[Publication]
@@ -84,8 +85,9 @@ class Feeder:
         oldest = int(ages.max(initial=0))
         assert oldest <= state.flow_config.max_age, f"step {step} would train a token of age {oldest}"
         ordered_s = state.parts.clock.now()
-        trained = orders.create_task(state.parts.learner.train(batch))
-        slot = await self._sync.free_slot()
+        trained = orders.create_task(self._train(batch))
+        with state.board.asking("learner", "a free weight buffer", of="sync"):
+            slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
         snapshot = orders.create_task(state.parts.learner.snapshot(step + 1, slot))
         due = (step + 1) % state.run.checkpoint_every == 0
@@ -99,6 +101,11 @@ class Feeder:
             snapshot=snapshot,
             saving=self._saver.begin(step + 1, orders) if due else None,
         )
+
+    async def _train(self, batch: Batch) -> tuple[StepReport, float]:
+        with self._state.board.asking("learner", f"step {batch.step}", of="the learner"):
+            report = await self._state.parts.learner.train(batch)
+        return report, self._state.parts.clock.now()
 
     def _collate(self, step: int, groups: list[ScoredGroup]) -> Batch:
         episodes = [episode for group in groups for episode in group.scored]

@@ -60,8 +60,7 @@ class LearningLoop:
         waited_s = max(0.0, ordered.ordered_s - self._free_since_s)
         if waited_s:
             state.span("learner", "wait batch", self._free_since_s, ordered.step, end_s=ordered.ordered_s)
-        report = await ordered.trained
-        trained_s = clock.now()
+        report, trained_s = await ordered.trained
         state.flow.trained(ordered.groups, report, ordered.ages)
         state.board.progress()
         publication = await ordered.snapshot

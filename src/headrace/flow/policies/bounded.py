@@ -13,6 +13,9 @@ step v + lead ≤ its deadline. Training what is ready first may overtake; it is
     for every later step j:   groups left with a deadline ≤ j  ≤  (j − k)·B
 
 Otherwise the batch waits for the group that is due. Both together keep the bound for every group by construction.
+
+After a crash v and k are those of the checkpoint again, while groups that were interrupted may keep tokens and with them
+their deadlines. They start first, and others only where the same condition stays true.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 
 from headrace.flow.policies.base import Selection
 from headrace.flow.state import FlowState
+from headrace.types.group import GroupState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,17 @@ class Bounded:
         paced = (self.lead + 1) * self.batch_size - state.num_held
         if self.capacity is not None:
             paced = min(paced, self.capacity - state.num_running)
+        if state.counts[GroupState.SUBMITTED]:
+            paced = min(paced, self._room_after_crash(state))
         return max(0, paced)
+
+    def _room_after_crash(self, state: FlowState) -> int:
+        """How many may start so that the groups that kept tokens over a crash, and with them their deadlines, meet them:
+        they themselves may, and of the others as many as the steps up to *their* deadline have room for."""
+        latest = state.version + self.max_age
+        due = sum(self._deadline(state, number) <= latest for number in state.untaken())
+        aged = sum(state.is_aged(number) for number in state.waiting())
+        return aged + max(0, (latest + 1 - state.next_step) * self.batch_size - due)
 
     def select(self, state: FlowState) -> Selection | None:
         replayed = state.planned(state.next_step)
@@ -73,5 +87,8 @@ class Bounded:
 
     def _deadline(self, state: FlowState, number: int) -> float:
         """The last step that may train the group; none for one that has no token yet and was not admitted."""
+        planned = state.groups[number].step
+        if planned is not None:
+            return planned
         oldest = state.oldest_version(number)
         return math.inf if oldest is None else oldest + self.max_age

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ class Peer:
         self._channel = channel
         self._token = token
         self._on_spans = on_spans
-        self._calls = itertools.count()
+        self._num_calls = 0
         self._expected: dict[tuple[int, type], asyncio.Future[Any]] = {}
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self.last_words: HeadraceError | None = None
@@ -37,7 +36,8 @@ class Peer:
 
     def next_call(self) -> int:
         """A number for one order, by which its answers are known."""
-        return next(self._calls)
+        self._num_calls += 1
+        return self._num_calls - 1
 
     def send(self, message: Any) -> None:
         """Give an order; never waits."""
@@ -83,9 +83,9 @@ class Peer:
             self._greet(message)
         elif isinstance(message, Failure):
             self._fail(message)
-        elif isinstance(message, Answer) and (message.call, type(message)) in self._expected:
-            future = self._expected[message.call, type(message)]
-            if not future.done():
+        elif isinstance(message, Answer) and 0 <= message.call < self._num_calls:
+            future = self._expected.get((message.call, type(message)))
+            if future is not None and not future.done():  # else whoever asked has left
                 future.set_result(message)
         else:
             self.handle(message)

@@ -15,6 +15,7 @@ from headrace.engine.native import NativeEngine
 from headrace.environ import run_token
 from headrace.errors import HeadraceError, RequestError
 from headrace.launch.channel import PartChannel
+from headrace.launch.heap import settled_heap
 from headrace.launch.starts import EngineStart
 from headrace.models.config import ModelConfig
 from headrace.models.load import load_model
@@ -49,7 +50,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
         core.commit(0)
         publisher.close()
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"threads": start.num_threads}))
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
+    with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
         EngineHost(core, channel, stager).serve()
 
 

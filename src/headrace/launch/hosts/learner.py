@@ -17,6 +17,7 @@ from headrace.clock import RealClock
 from headrace.environ import run_token
 from headrace.errors import HeadraceError
 from headrace.launch.channel import PartChannel
+from headrace.launch.heap import settled_heap
 from headrace.launch.starts import LearnerStart
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
@@ -54,7 +55,7 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
         "weights_bytes": publisher.manifest.total_bytes,
     }
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
+    with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
         LearnerHost(core, publisher, channel, announcer).serve()
     publisher.close()
 

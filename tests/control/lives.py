@@ -1,0 +1,158 @@
+"""Runs on fakes in virtual time, through as many lives as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace import checkpoint
+from headrace.clock import run_virtual
+from headrace.control import Controller, Parts, RunSection, Settings, Summary
+from headrace.control.recovery import starting_point
+from headrace.control.saving import CHECKPOINTS
+from headrace.flow import FlowConfig
+from headrace.flow.ledger import InlineWriter, SqliteLedger
+from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
+from headrace.types.batch import Batch
+from headrace.types.observation import Event, StepRecord
+from headrace.types.task import Task
+from headrace.types.trace import Span
+
+
+class Seen:
+    """An observer that remembers."""
+
+    controller: Controller
+    """Of the life that it watches."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.events: list[Event] = []
+        self.all_spans: list[Span] = []
+
+    def step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        self.all_spans += spans
+
+    def texts(self, level: str = "info") -> str:
+        return "\n".join(event.text for event in self.events if event.level == level)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """One run: what is special about it."""
+
+    run_dir: Path
+    steps: int = 6
+    num_tasks: int = 500
+    """More than groups: a batch then says by its prompts which groups it holds."""
+    flow: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    engine: Callable[[], Any] = lambda: FakeEngine(length=lognormal_lengths(40, 1.0, 300))
+    learner: Callable[[], Any] = lambda: FakeLearner(token_s=0.002)
+    scorer: Callable[[], Any] = lambda: FakeScorer(seconds=0.3)
+    parts: Callable[[Parts], Parts] = lambda parts: parts
+    """Changes the parts."""
+
+    def settings(self) -> Settings:
+        flow = {"groups_per_step": 2, "group_size": 3, "max_age": 1, **self.flow}
+        run = {"steps": self.steps, "checkpoint_every": 2, **self.run}
+        return Settings(run=RunSection(**run), flow=FlowConfig(**flow), order=lambda number: number % self.num_tasks)
+
+    def open_ledger(self) -> SqliteLedger:
+        config = self.settings().flow
+        return SqliteLedger(
+            self.run_dir / "ledger.sqlite", group_size=config.group_size, groups_per_step=config.groups_per_step
+        )
+
+
+@dataclass(kw_only=True)
+class Life:
+    """What one life of a run came to."""
+
+    summary: Summary
+    """As it stands at the end, also of a life that crashed."""
+    ended: bool
+    """Whether the controller came to its end."""
+    learner: FakeLearner
+    engine: FakeEngine
+    controller: Controller
+    seen: Seen
+    seconds: float
+    began_at: int
+    """Steps that its first weights had behind them."""
+
+
+def live(
+    plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None
+) -> Life:
+    """The run goes on from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
+    return run_virtual(_live(plan, crash_at, stop_at, seen or Seen()))
+
+
+async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen: Seen) -> Life:
+    checkpoint.sweep(plan.run_dir / CHECKPOINTS)
+    start = starting_point(plan.run_dir)
+    learner = plan.learner()
+    if start.snapshot is not None:
+        learner.restore(start.snapshot)
+    given = fake_parts(
+        plan.run_dir, engine=plan.engine(), learner=learner, scorer=plan.scorer(), num_tasks=plan.num_tasks
+    )
+    parts, ledger = plan.parts(given), plan.open_ledger()
+    loop = asyncio.get_running_loop()
+    try:
+        controller = Controller(
+            parts, plan.settings(), ledger=ledger, writer=InlineWriter(ledger), observers=(seen,)
+        )
+        seen.controller = controller
+        if stop_at is not None:
+            loop.call_later(stop_at, controller.stop)
+        ended = True
+        try:
+            async with asyncio.timeout(crash_at):
+                summary = await controller.run(start)
+        except TimeoutError:
+            ended, summary = False, controller.summary("failed", "crash")
+        assert ledger.conservation().holds
+        return Life(
+            summary=summary,
+            ended=ended,
+            learner=learner,
+            engine=parts.engine,
+            controller=controller,
+            seen=seen,
+            seconds=loop.time(),
+            began_at=start.step,
+        )
+    finally:
+        ledger.close()
+
+
+def groups_of(batch: Batch) -> list[int]:
+    """The groups of a batch, in order, where every group has a row of its own."""
+    starts = np.concatenate([[0], np.cumsum(batch.lengths_S)[:-1]])
+    return list(dict.fromkeys(batch.ids_N[starts].tolist()))
+
+
+def with_eval(num_rows: int) -> Callable[[Parts], Parts]:
+    """Adds held-out rows."""
+
+    def change(parts: Parts) -> Parts:
+        tasks = [
+            Task(row_index=row, row={"prompt": "?"}, prompt="?", prompt_ids_T=np.array([row], np.int32))
+            for row in range(num_rows)
+        ]
+        return replace(parts, eval_tasks=tasks)
+
+    return change

@@ -1,0 +1,332 @@
+"""What goes wrong ends the run in words, or costs what is counted; nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.control import Parts
+from headrace.engine import TokenChunk
+from headrace.errors import (
+    ComponentDied,
+    DataError,
+    EnvError,
+    HeadraceError,
+    LedgerError,
+    NothingToLearn,
+    RequestError,
+    StallError,
+)
+from headrace.learner.base import Publication
+from headrace.scoring import Scores
+from headrace.session.running import first_cause
+from headrace.testing import FakeEngine, FakeLearner, FakeScorer
+from headrace.types.batch import Batch
+from headrace.types.messages.controller import StepReport
+from headrace.types.sampling import Sampling
+from headrace.types.task import Task
+from headrace.types.tokens import FloatColumn, IntColumn
+from headrace.types.weights import SwapReport, WeightUpdate
+from tests.control.lives import Plan, Seen, groups_of, live, with_eval
+
+
+def cause_of(plan: Plan, *, seen: Seen | None = None) -> BaseException:
+    """The error that the run ends with."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
+        live(plan, seen=seen)
+    return first_cause(caught.value)
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+class MuteScorer(FakeScorer):
+    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        await for_ever()
+        return await super().score(task, completions)
+
+
+class MuteEngine(FakeEngine):
+    """Emits nothing for rows from 8 on; the first rows are asked for by the comparison before training."""
+
+    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        if prompt_ids_T[0] >= 8:
+            await for_ever()
+        async for chunk in super().generate(prompt_ids_T, sampling):
+            yield chunk
+
+
+class DeafEngine(FakeEngine):
+    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        await for_ever()
+        async for chunk in super().generate(prompt_ids_T, sampling):
+            yield chunk
+
+
+class StuckLearner(FakeLearner):
+    async def train(self, batch: Batch) -> StepReport:
+        if batch.step == 2:
+            await for_ever()
+        return await super().train(batch)
+
+
+class StuckCommit(FakeEngine):
+    async def commit(self, version: int) -> SwapReport:
+        if version == 2:
+            await for_ever()
+        return await super().commit(version)
+
+
+class StuckPublication(FakeLearner):
+    async def published(self, publication: Publication) -> WeightUpdate:
+        if publication.version == 0:
+            await for_ever()
+        return await super().published(publication)
+
+
+STALLS: dict[str, tuple[dict[str, Callable[[], object]], list[str]]] = {
+    "scorer": ({"scorer": MuteScorer}, ["a reward has been owed by scoring workers", "rollout  waits"]),
+    "engine": ({"engine": MuteEngine}, ["an episode has been owed by engine", "learner  waits"]),
+    "engine before training": ({"engine": DeafEngine}, ["a comparison of logprobs has been owed by engine"]),
+    "learner": ({"learner": StuckLearner}, ["step 2 has been owed by the learner", "learner  busy"]),
+    "sync": ({"engine": StuckCommit}, ["sync     busy", "with version 2"]),
+    "first publication": ({"learner": StuckPublication}, ["sync     busy", "with version 0"]),
+}
+
+
+@pytest.mark.parametrize("stuck", STALLS)
+def test_part_that_never_answers_is_named_with_who_waits_for_it(tmp_path: Path, stuck: str) -> None:
+    parts, words = STALLS[stuck]
+    seen = Seen()
+    error = cause_of(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, **parts), seen=seen)
+    assert isinstance(error, StallError)
+    for said in (*words, "nothing has moved for 20 s", "unblocked by", "run.stall_timeout_s"):
+        assert said in str(error)
+    assert all(f"\n  {loop} " in str(error) for loop in ("rollout", "scoring", "learner", "sync"))
+
+
+def test_evaluation_that_never_ends_is_told_before_training_begins(tmp_path: Path) -> None:
+    plan = Plan(run_dir=tmp_path, scorer=MuteScorer, parts=with_eval(2), run={"stall_timeout_s": 20.0})
+    error = cause_of(plan)
+    assert isinstance(error, StallError)
+    assert "answers to the held-out tasks" in str(error)
+
+
+def test_slow_parts_that_go_on_moving_are_no_stall(tmp_path: Path) -> None:
+    class OneAtATime(FakeScorer):
+        """One worker, 8 s each: a group takes longer than the watchdog waits."""
+
+        def __init__(self) -> None:
+            super().__init__(seconds=8.0)
+            self._worker = asyncio.Lock()
+
+        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+            async with self._worker:
+                return await super().score(task, completions)
+
+    plan = Plan(run_dir=tmp_path, steps=2, scorer=OneAtATime, parts=with_eval(4), run={"stall_timeout_s": 10.0})
+    assert live(plan).summary.status == "finished"
+
+
+def test_rewards_that_are_all_equal_end_the_run_with_advice(tmp_path: Path) -> None:
+    plan = Plan(
+        run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=lambda: FakeScorer(reward=lambda _: 0.5)
+    )
+    seen = Seen()
+    error = cause_of(plan, seen=seen)
+    assert isinstance(error, NothingToLearn)
+    assert "6 steps in a row" in str(error)
+    assert "0.5" in str(error)
+    assert len(seen.steps) == 6
+    assert "nothing to prefer" in seen.texts("warning")
+
+
+def test_some_batches_without_signal_are_no_reason_to_stop(tmp_path: Path) -> None:
+    class Moody(FakeScorer):
+        """Equal rewards for 4 steps of 5."""
+
+        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+            scores = await super().score(task, completions)
+            return scores if (task.row_index // 2) % 5 == 4 else Scores(rewards=(1.0,) * len(completions))
+
+    plan = Plan(run_dir=tmp_path, steps=20, flow={"max_idle_batches": 6, "order": "strict"}, scorer=Moody)
+    assert live(plan).summary.steps == 20
+
+
+def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    class Broken(FakeScorer):
+        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+            await asyncio.sleep(0.1)
+            return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
+
+    seen = Seen()
+    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=Broken), seen=seen)
+    assert isinstance(error, EnvError)
+    assert "5 groups in a row" in str(error)
+    assert "my_reward.py:7: KeyError" in str(error)
+    assert seen.controller.state.flow.state.dropped == {"reward_error": 5}
+
+
+def test_held_out_rewards_that_all_fail_end_the_run(tmp_path: Path) -> None:
+    plan = Plan(run_dir=tmp_path, parts=with_eval(3), scorer=lambda: FakeScorer(reward=lambda _: None))
+    assert isinstance(cause_of(plan), EnvError)
+
+
+def test_refused_request_costs_its_own_episode_only(tmp_path: Path) -> None:
+    class Picky(FakeEngine):
+        num_asked = 0
+
+        async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+            self.num_asked += 1
+            if self.num_asked % 3 == 0:
+                raise RequestError("no room for 3 tokens", remedy="ask for less")
+            async for chunk in super().generate(prompt_ids_T, sampling):
+                yield chunk
+
+    life = live(Plan(run_dir=tmp_path, steps=4, engine=lambda: Picky(length=lambda seed: 10 + seed % 7)))
+    episodes = life.summary.ledger.episodes
+    assert episodes.dropped["request_refused"] > 0
+    assert life.summary.steps == 4
+    assert "episodes fail: request_refused: no room for 3 tokens" in life.summary.warnings
+
+
+def long_rows(rows: set[int], length: int = 2000) -> Callable[[Parts], Parts]:
+    def change(parts: Parts) -> Parts:
+        tasks = [
+            replace(task, prompt_ids_T=np.full(length, task.row_index, np.int32)) if task.row_index in rows else task
+            for task in parts.tasks
+        ]
+        return replace(parts, tasks=tasks)
+
+    return change
+
+
+def test_prompts_that_do_not_fit_are_counted_and_named_by_row(tmp_path: Path) -> None:
+    life = live(Plan(run_dir=tmp_path, steps=5, parts=long_rows({1, 4, 5})))
+    assert life.summary.ledger.groups.dropped == {"prompt_too_long": 3}
+    assert life.summary.ledger.groups.trained == 10
+    trained = {group for batch in life.learner.batches for group in groups_of(batch)}
+    assert trained == set(range(13)) - {1, 4, 5}
+    assert sum("do not fit" in warning for warning in life.summary.warnings) == 3
+    assert any(warning.startswith("row 2: 2000 prompt tokens") for warning in life.summary.warnings)
+
+
+def test_dataset_of_which_no_row_fits_is_refused_and_never_spun_on(tmp_path: Path) -> None:
+    error = cause_of(Plan(run_dir=tmp_path, num_tasks=4, parts=long_rows(set(range(4)))))
+    assert isinstance(error, DataError)
+    assert "no row fits" in str(error)
+
+
+def test_one_row_that_fits_is_enough(tmp_path: Path) -> None:
+    life = live(Plan(run_dir=tmp_path, steps=3, num_tasks=4, parts=long_rows({0, 1, 2})))
+    assert life.summary.ledger.groups.trained == 6
+    assert life.summary.ledger.groups.dropped["prompt_too_long"] >= 15
+
+
+class DyingLearner(FakeLearner):
+    async def train(self, batch: Batch) -> StepReport:
+        if batch.step == 2:
+            raise ComponentDied("the learner ended with signal 9", remedy="look at logs/learner.log")
+        return await super().train(batch)
+
+
+class DyingSnapshot(FakeLearner):
+    async def snapshot(self, version: int, slot: int) -> Publication:
+        if version == 3:
+            raise ComponentDied("the learner ended with signal 9", remedy="look at logs/learner.log")
+        return await super().snapshot(version, slot)
+
+
+class DyingSave(FakeLearner):
+    async def save(self, directory: Path) -> None:
+        await super().save(directory)
+        raise ComponentDied("the learner ended with signal 9", remedy="look at logs/learner.log")
+
+
+class DyingEngine(FakeEngine):
+    async def stage(self, update: WeightUpdate) -> float:
+        if update.version == 2:
+            raise ComponentDied("the engine ended with signal 9", remedy="look at logs/engine.log")
+        return await super().stage(update)
+
+
+class DyingSampler(FakeEngine):
+    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        if prompt_ids_T[0] > 9:
+            raise ComponentDied("the engine ended with signal 9", remedy="look at logs/engine.log")
+        async for chunk in super().generate(prompt_ids_T, sampling):
+            yield chunk
+
+
+class DyingScorer(FakeScorer):
+    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        if task.row_index > 3:
+            raise ComponentDied("the scorers ended with signal 9", remedy="look at logs/scorer.log")
+        return await super().score(task, completions)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"learner": DyingLearner},
+        {"learner": DyingSnapshot},
+        {"learner": DyingSave},
+        {"engine": DyingEngine},
+        {"engine": DyingSampler},
+        {"scorer": DyingScorer},
+    ],
+    ids=lambda parts: next(iter(parts.values())).__name__,
+)
+def test_death_of_a_part_is_the_cause_that_is_told_and_the_run_can_go_on(
+    tmp_path: Path, parts: dict[str, Callable[[], object]]
+) -> None:
+    error = cause_of(Plan(run_dir=tmp_path, steps=10, **parts))
+    assert isinstance(error, ComponentDied)
+    assert "ended with signal 9" in str(error)
+    second = live(Plan(run_dir=tmp_path, steps=10))
+    assert second.summary.ledger.groups.trained == 20
+
+
+def test_snapshot_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    cause_of(Plan(run_dir=tmp_path, steps=10, learner=DyingSave))
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_error_that_nobody_expected_ends_the_run_too(tmp_path: Path) -> None:
+    class Wrong(FakeLearner):
+        async def logprobs(self, batch: Batch) -> FloatColumn:
+            raise ZeroDivisionError
+
+    assert isinstance(cause_of(Plan(run_dir=tmp_path, learner=Wrong)), ZeroDivisionError)
+
+
+def test_engine_that_computes_something_else_is_warned_about(tmp_path: Path) -> None:
+    class Off(FakeLearner):
+        async def logprobs(self, batch: Batch) -> FloatColumn:
+            return batch.logprobs_N - np.float32(0.5) * batch.mask_N
+
+    summary = live(Plan(run_dir=tmp_path, learner=Off)).summary
+    assert summary.mismatch_abs == pytest.approx(0.5)
+    assert summary.mismatch_kl == pytest.approx(np.expm1(-0.5) + 0.5)
+    assert any("do not compute the same" in warning for warning in summary.warnings)
+
+
+def test_ledger_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    class Filling(FakeLearner):
+        async def train(self, batch: Batch) -> StepReport:
+            ledger = seen.controller._ledger
+            (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()
+            ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+            return await super().train(batch)
+
+    seen = Seen()
+    error = cause_of(Plan(run_dir=tmp_path, steps=200, learner=Filling), seen=seen)
+    assert isinstance(error, LedgerError)
+    assert "full" in str(error)
+    assert isinstance(error, HeadraceError)

@@ -1,0 +1,143 @@
+"""Rewards that hang, crash and shout, in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import EnvError
+from headrace.launch.clients.scorer import MAX_DEATHS
+from headrace.scoring import Scores
+from tests.launch.workers import crew, is_alive, task
+
+DEEDS = """
+    import os, pathlib, re, signal, subprocess, sys, threading, time
+
+    here = pathlib.Path(__file__).parent
+
+    def reward(completion):
+        deed, _, detail = completion.partition(" ")
+        match deed:
+            case "hang":
+                child = subprocess.Popen(["sleep", "1000"])
+                (here / "grandchild").write_text(str(child.pid))
+                threading.Event().wait()
+            case "spin":  # never lets go of the interpreter's lock
+                re.match(r"(a|a)*$", "a" * 64 + "b")
+            case "exit":
+                os._exit(7)
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "once":
+                if not (here / "been").exists():
+                    (here / "been").touch()
+                    os._exit(7)
+            case "shout":
+                print("x" * 1_000_000)
+                sys.stderr.write("y" * 1_000_000)
+            case "slow":
+                time.sleep(float(detail))
+            case "together":  # stays until somebody else has come
+                (here / detail).touch()
+                while not (here / "come").exists():
+                    time.sleep(0.01)
+        return 1.0
+"""
+
+ONE = Scores(rewards=(1.0,))
+
+
+def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=1.5) as at:
+            first = at.children[0]
+            hanging, *others = await at.score("hang", *["slow 1"] * 3)
+            assert hanging == Scores(rewards=(), failure="reward_timeout: no reward for 1.5 s")
+            assert others == [ONE] * 3
+            assert first.state == "ended"
+            assert not is_alive(int((tmp_path / "grandchild").read_text()))
+            assert await at.score("slow 0", "shout") == [ONE] * 2  # the replacement serves, whatever is printed
+            assert len(at.children) == 2
+            assert at.warnings == ["a reward has not returned for 1.5 s: its worker is replaced"]
+
+    asyncio.run(main())
+
+
+def test_a_reward_that_never_lets_other_code_run_is_ended_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=1.0) as at:
+            (spinning,) = await at.score("spin")
+            assert spinning.failure == "reward_timeout: no reward for 1 s"
+            assert await at.score("slow 0") == [ONE]
+
+    asyncio.run(main())
+
+
+def test_calls_under_a_worker_that_is_replaced_are_made_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at, asyncio.TaskGroup() as group:
+            hanging = group.create_task(at.pool.score(task(), ("hang",)))
+            await at.score("slow 1.5")
+            waiting = group.create_task(at.pool.score(task(), ("together here",)))
+            await hanging  # its worker, and the call that waited there, are gone
+            assert (tmp_path / "here").exists()
+            assert not waiting.done()
+            (tmp_path / "come").touch()
+            assert await waiting == ONE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("deed", "words"), [("exit", "ended with exit code 7"), ("killed", "was killed by SIGKILL")])
+def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_path: Path, deed: str, words: str) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            crashed, *others = await at.score(deed, *["slow 0.3"] * 4)
+            assert crashed == Scores(rewards=(), failure="reward_crashed: the process that computed it died, 3 times")
+            assert others == [ONE] * 4
+            assert len(at.children) == 4
+            assert sum(words in warning for warning in at.warnings) == 3
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_dies_by_accident_costs_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, num_workers=2) as at:
+            assert await at.score("once", "slow 0.2", "slow 0.2", "slow 0.2") == [ONE] * 4
+            assert len(at.children) == 3
+
+    asyncio.run(main())
+
+
+def test_workers_that_all_die_end_the_run_in_words(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            while True:
+                await at.score("exit")
+
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(main())
+    (cause,) = leaves(ended.value)
+    assert isinstance(cause, EnvError)
+    assert f"{MAX_DEATHS} scoring workers died one after the other" in cause.problem
+    assert "exit code 7" in cause.problem
+    assert f"logs/scorer-{MAX_DEATHS - 1}.log" in cause.remedy
+
+
+def test_a_file_that_cannot_be_imported_is_told_in_its_own_words(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, "import not_a_module\ndef reward(completion): ..."):
+            raise AssertionError("it cannot have started")
+
+    with pytest.raises(ExceptionGroup) as ended:
+        asyncio.run(main())
+    (cause,) = leaves(ended.value)
+    assert isinstance(cause, EnvError)
+    assert "No module named 'not_a_module' at reward.py:1" in cause.problem
+
+
+def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    return [leaf for e in group.exceptions for leaf in (leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]

@@ -1,0 +1,104 @@
+"""Real scoring processes behind a real pool, without a run around them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Child, Site
+from headrace.launch.clients import ScorerPool
+from headrace.launch.clients.peer import Peer
+from headrace.launch.starts import ScorerStart, Start
+from headrace.scoring import Scores
+from headrace.types.messages import scorer
+from headrace.types.task import Task
+
+TOKEN = "the-token-of-this-run"
+
+
+@asynccontextmanager
+async def site(logs: Path, token: str = TOKEN) -> AsyncIterator[Site]:
+    """Where processes of a test meet."""
+    with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
+        yield Site(directory=Path(directory), logs=logs, token=token, on_spans=lambda _: None)
+
+
+async def start_child(place: Site, name: str, start: Start, token: str = TOKEN) -> Child:
+    """One process; its peer expects ``token``."""
+
+    def peer(channel: ControllerChannel) -> Peer:
+        return Peer(name, channel, token=token, on_spans=place.on_spans)
+
+    return await Child.start(place, name, start, 1, peer)
+
+
+@dataclass(slots=True, kw_only=True)
+class Crew:
+    """A pool at work, its processes so far, and what it warned of."""
+
+    pool: ScorerPool
+    children: list[Child] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    async def score(self, *completions: str) -> list[Scores]:
+        """One call for each completion, all at once; each is a deed that the reward below knows."""
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(self.pool.score(task(), (completion,))) for completion in completions]
+        return [call.result() for call in calls]
+
+
+@asynccontextmanager
+async def crew(tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: float = 20.0) -> AsyncIterator[Crew]:
+    """Workers that call the ``reward`` of ``code``; the body runs when all are there."""
+    path = tmp_path / "reward.py"
+    path.write_text(textwrap.dedent(code))
+    numbers = itertools.count()
+    async with site(tmp_path) as place:
+
+        async def start_worker() -> Child:
+            child = await start_child(
+                place, f"scorer-{next(numbers)}", ScorerStart(reward=f"{path}:reward", concurrency=32)
+            )
+            made.children.append(child)
+            return child
+
+        pool = ScorerPool(
+            start_worker,
+            num_workers=num_workers,
+            concurrency=32,
+            timeout_s=timeout_s,
+            warn=lambda text: made.warnings.append(text),  # noqa: PLW0108 - made comes later
+        )
+        made = Crew(pool=pool)
+        try:
+            async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+                running = group.create_task(pool.run())
+                await pool.started()
+                yield made
+                running.cancel()
+        finally:
+            for child in made.children:
+                await child.end(scorer.Shutdown())
+
+
+def task() -> Task:
+    """A row to score against."""
+    return Task(row_index=0, row={"prompt": "p"}, prompt="p", prompt_ids_T=np.zeros(1, np.int32))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
