@@ -93,9 +93,7 @@ class Life:
     """Steps that its first weights had behind them."""
 
 
-def live(
-    plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None
-) -> Life:
+def live(plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None) -> Life:
     """The run goes on from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
     return run_virtual(_live(plan, crash_at, stop_at, seen or Seen()))
 
@@ -112,9 +110,7 @@ async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen:
     parts, ledger = plan.parts(given), plan.open_ledger()
     loop = asyncio.get_running_loop()
     try:
-        controller = Controller(
-            parts, plan.settings(), ledger=ledger, writer=InlineWriter(ledger), observers=(seen,)
-        )
+        controller = Controller(parts, plan.settings(), ledger=ledger, writer=InlineWriter(ledger), observers=(seen,))
         seen.controller = controller
         if stop_at is not None:
             loop.call_later(stop_at, controller.stop)

@@ -91,7 +91,7 @@ def test_synchronous_run_ends_with_the_weights_of_the_undisturbed_one(
             run_dir=tmp_path / name,
             steps=6,
             flow={"max_age": 0, "order": "strict"},
-            run={"checkpoint_every": 3},
+            run={"checkpoint_every": 2},
             scorer=lambda: FakeScorer(seconds=0.3, reward=sometimes, by_group=by_group),
         )
 

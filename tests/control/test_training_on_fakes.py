@@ -125,7 +125,9 @@ def test_failed_rewards_are_filled_up_to_whole_batches(tmp_path: Path) -> None:
     plan = Plan(
         run_dir=tmp_path,
         steps=8,
-        scorer=lambda: FakeScorer(seconds=0.2, reward=lambda text: None if len(text) % 3 == 0 else float(len(text) % 2)),
+        scorer=lambda: FakeScorer(
+            seconds=0.2, reward=lambda text: None if len(text) % 3 == 0 else float(len(text) % 2)
+        ),
     )
     life = live(plan)
     assert all(len(groups_of(batch)) == 2 for batch in life.learner.batches)

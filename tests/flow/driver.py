@@ -140,9 +140,7 @@ class Attempt:
 class Driver:
     """One run over all its lives; each method is one event and checks what must hold after it."""
 
-    def __init__(
-        self, config: FlowConfig, *, steps: int, rng: random.Random, ledger: DictLedger | None = None
-    ) -> None:
+    def __init__(self, config: FlowConfig, *, steps: int, rng: random.Random, ledger: DictLedger | None = None) -> None:
         self.config = config
         self.steps = steps
         self.rng = rng
@@ -206,9 +204,7 @@ class Driver:
 
     def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> Any:
         """An ended episode whose tokens were sampled under ``versions``."""
-        return Tried(
-            key=key, status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED, sampled_under=versions
-        )
+        return Tried(key=key, status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED, sampled_under=versions)
 
     def report(self, step: int, groups: list[ScoredGroup]) -> StepReport:
         """What the learner says of a step."""

@@ -20,7 +20,9 @@ def sampled(count: int, versions: tuple[int, int] = (0, 0), seed: int = 0) -> To
     )
 
 
-def ended(group: int, place: int, *, tokens: Tokens | None = None, reward: float | None = 1.0, cause: str = "") -> Episode:
+def ended(
+    group: int, place: int, *, tokens: Tokens | None = None, reward: float | None = 1.0, cause: str = ""
+) -> Episode:
     """An episode of one prompt and one answer that has ended; failed where there is a ``cause``."""
     answer = sampled(4) if tokens is None else tokens
     return Episode(

@@ -32,9 +32,7 @@ class BothLedgers(DictLedger):
         self.sqlite = self._open()
 
     def _open(self) -> SqliteLedger:
-        return SqliteLedger(
-            self.path, group_size=self.config.group_size, groups_per_step=self.config.groups_per_step
-        )
+        return SqliteLedger(self.path, group_size=self.config.group_size, groups_per_step=self.config.groups_per_step)
 
     def write(self, operation: Operation) -> None:
         super().write(operation)

@@ -81,7 +81,13 @@ def test_everything_is_there_after_reopening(ledger: SqliteLedger, path: Path) -
     recalled = again.recall(1)
     assert (recalled.num_submitted, recalled.num_released, recalled.checksums) == (2, 1, {1: "hash 1"})
     (group,) = recalled.groups
-    assert (group.number, group.row, group.state, group.oldest_version, group.step) == (1, 10, GroupState.READY, 1, None)
+    assert (group.number, group.row, group.state, group.oldest_version, group.step) == (
+        1,
+        10,
+        GroupState.READY,
+        1,
+        None,
+    )
     assert [as_told(episode) for episode in group.episodes] == [as_told(ended(1, place)) for place in range(SIZE)]
     again.close()
 
@@ -183,7 +189,9 @@ def test_books_are_of_one_moment_while_another_process_writes(ledger: SqliteLedg
     reader.close()
 
 
-@pytest.mark.parametrize(("changed", "words"), [({"group_size": 3}, "flow.group_size=3"), ({"groups_per_step": 4}, "4")])
+@pytest.mark.parametrize(
+    ("changed", "words"), [({"group_size": 3}, "flow.group_size=3"), ({"groups_per_step": 4}, "4")]
+)
 def test_ledger_that_was_begun_with_other_sizes_is_refused(
     ledger: SqliteLedger, path: Path, changed: dict[str, int], words: str
 ) -> None:

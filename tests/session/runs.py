@@ -139,6 +139,6 @@ def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
     return [process.pid for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def shared_buffers() -> set[str]:
-    """The weight buffers of all runs on this machine."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("headrace-")}
+def shared_buffers(pid: int) -> list[str]:
+    """The weight buffers that the run of controller ``pid`` has, or has left."""
+    return [name for name in os.listdir("/dev/shm") if name.startswith(f"headrace-{pid}-")]

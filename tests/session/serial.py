@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from headrace.algo.advantages import Scores
 from headrace.algo.objective import Objective
@@ -28,6 +29,18 @@ from headrace.types.tokens import Tokens
 def small_digits(completion: str) -> float:
     """What the reward of the runs says."""
     return sum(character in "01234" for character in completion) / 4
+
+
+def same_learner(one: Path, other: Path) -> bool:
+    """Whether two snapshots hold the same weights and moments, bit for bit."""
+    moments = [load_file(directory / "optimizer.safetensors") for directory in (one, other)]
+    for tensors in moments:
+        tensors.pop("random_state.cpu")  # of the process; nothing of a step draws from it
+    same_moments = moments[0].keys() == moments[1].keys() and all(
+        np.array_equal(tensor, moments[1][name]) for name, tensor in moments[0].items()
+    )
+    weights = [(directory / "model.safetensors").read_bytes() for directory in (one, other)]
+    return same_moments and weights[0] == weights[1]
 
 
 class SerialLoop:

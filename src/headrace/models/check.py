@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
-from headrace.models.load import SUPPORTED
+from headrace.models.config import SUPPORTED
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest relative difference of the median token; the tokens beyond it may choose other experts in low precision."""

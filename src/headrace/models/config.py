@@ -8,6 +8,9 @@ from pydantic import Field
 
 from headrace.config import Section
 
+SUPPORTED = "use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)"
+"""What to do about a model that cannot be used."""
+
 
 class ModelConfig(Section):
     """Which model, and in which number format it is kept."""

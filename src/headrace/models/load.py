@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ModelError
-from headrace.models.config import ModelConfig
+from headrace.models.config import SUPPORTED, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-SUPPORTED = "use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)"
 _REMEDY = "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors"
 
 

@@ -11,11 +11,6 @@ from pathlib import Path
 
 from headrace.recipes.demo.task import VOCAB, Pair, row, split
 
-WARM_STEPS = 400
-WARM_BATCH = 128
-CARELESS_FRAC = 0.6
-"""How often the teacher forgets every carry."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:

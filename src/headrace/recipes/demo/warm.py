@@ -14,11 +14,15 @@ from headrace.clock import RealClock
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, load_model, load_tokenizer
-from headrace.recipes.demo.build import CARELESS_FRAC, WARM_BATCH, WARM_STEPS
 from headrace.recipes.demo.task import Pair, answer, careless, prompt
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey
 from headrace.types.tokens import Tokens
+
+WARM_STEPS = 400
+WARM_BATCH = 128
+CARELESS_FRAC = 0.6
+"""How often the teacher forgets every carry."""
 
 
 def warm_start(

@@ -31,6 +31,8 @@ def _read_array(data: bytes) -> Any:
         return _refuse("an array with an unknown header")
     try:
         sizes = [int(size) for size in shape.split(b",") if size]
+        if any(size < 0 for size in sizes):
+            return _refuse(f"an array of shape {sizes}")
         return np.frombuffer(body, dtype=np.dtype(dtype.decode())).reshape(sizes)
     except (ValueError, OverflowError) as error:
         return _refuse(str(error))
@@ -62,5 +64,5 @@ class Codec:
         """The message in ``data``; ``msgspec.ValidationError`` or ``msgspec.DecodeError`` where there is none."""
         try:
             return self._decoder.decode(data)
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deeply") from None
+        except (RecursionError, UnicodeDecodeError) as error:
+            raise msgspec.DecodeError(str(error)) from None

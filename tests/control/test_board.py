@@ -1,0 +1,91 @@
+"""The board knows who waits for whom, since when, and who owes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.clock import VirtualClock, run_virtual
+from headrace.control.board import Board, LoopContract
+from headrace.errors import StallError
+
+CONTRACTS = tuple(
+    LoopContract(name=name, consumes=f"c-{name}", produces=f"p-{name}", waits_for=f"w-{name}", unblocked_by=f"u-{name}")
+    for name in ("left", "right")
+)
+
+
+def test_table_says_what_each_loop_does_and_for_how_long() -> None:
+    async def main() -> None:
+        board = Board(CONTRACTS, VirtualClock())
+        await asyncio.sleep(1)
+        board.working("left", "step 3")
+        with board.waiting("right", "a batch", on="left"):
+            await asyncio.sleep(2)
+            left, right = board.table()
+            assert (left.loop, left.state, left.what, left.since_s, left.unblocked_by) == (
+                "left", "busy", "step 3", 2.0, "",
+            )  # fmt: skip
+            assert (right.state, right.what, right.since_s, right.unblocked_by) == ("waiting", "a batch", 2.0, "left")
+            assert board.waited_s("right") == 2.0
+        await asyncio.sleep(5)
+        assert board.waited_s("right") == 2.0
+        assert board.table()[1].state == "busy"
+        for words in ("left", "busy 7 s with step 3", "c-left", "p-right", "w-left", "u-right"):
+            assert words in board.in_words()
+
+    run_virtual(main())
+
+
+def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
+    async def main() -> None:
+        board = Board(CONTRACTS, VirtualClock())
+        with board.asking("left", "a reward", of="workers"):
+            await asyncio.sleep(3)
+            with board.asking("left", "a reward", of="workers"):
+                await asyncio.sleep(1)
+                assert board.table()[0].what == "not started; 2 times a reward owed by workers, for up to 4 s"
+        assert board.table()[0].what == "not started"
+
+    run_virtual(main())
+
+
+def test_watch_ends_when_nothing_has_moved_and_names_the_oldest_debt() -> None:
+    async def main() -> float:
+        board = Board(CONTRACTS, VirtualClock())
+        with board.asking("right", "tokens", of="engine"), pytest.raises(StallError) as stalled:
+            await asyncio.sleep(4)
+            with board.asking("left", "a reward", of="workers"):
+                board.progress()
+                await board.watch(10.0)
+        assert "tokens has been owed by engine for 14 s" in str(stalled.value)
+        assert "run.stall_timeout_s=10" in str(stalled.value)
+        return VirtualClock().now()
+
+    assert run_virtual(main()) == pytest.approx(14.0, abs=1.0)
+
+
+@pytest.mark.parametrize("kind", ["progress", "waiting", "asking"])
+def test_anything_that_moves_keeps_the_watch_quiet(kind: str) -> None:
+    async def main() -> None:
+        board = Board(CONTRACTS, VirtualClock())
+
+        async def move() -> None:
+            for _ in range(20):
+                await asyncio.sleep(8)
+                if kind == "progress":
+                    board.progress()
+                elif kind == "waiting":
+                    with board.waiting("left", "it", on="right"):
+                        await asyncio.sleep(0)
+                else:
+                    with board.asking("left", "it", of="right"):
+                        await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(board.watch(10.0))
+            await move()
+            watch.cancel()
+
+    run_virtual(main())

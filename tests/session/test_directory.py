@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.clock import VirtualClock, run_virtual
+from headrace.config import merge
+from headrace.errors import ConfigError, DataError, RunError
+from headrace.session.directory import (
+    LEDGER_FILE,
+    choose_directory,
+    locked,
+    read_status,
+    read_summary,
+    run_file_of,
+    write_json,
+)
+
+
+def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:
+    with locked(tmp_path / "run", resume=False):
+        with pytest.raises(ConfigError, match="is in use by another process"), locked(tmp_path / "run", resume=False):
+            pass
+        (tmp_path / "run" / LEDGER_FILE).touch()
+    with locked(tmp_path / "run", resume=True):
+        pass
+
+
+def test_a_run_is_resumed_only_when_asked_and_only_where_there_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"), locked(tmp_path / "run", resume=True):
+        pass
+    assert not (tmp_path / "run").exists()
+    (tmp_path / LEDGER_FILE).touch()
+    with pytest.raises(ConfigError, match=r"holds a run already(.|\n)*--resume"), locked(tmp_path, resume=False):
+        pass
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(ConfigError, match="cannot be used"), locked(tmp_path / "run", resume=False):
+        pass
+
+
+def test_a_run_without_a_directory_gets_one_named_after_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def choose(asked: str) -> Path:
+        return choose_directory(asked, VirtualClock())
+
+    chosen = run_virtual(choose(""))
+    assert chosen.parent == tmp_path / "runs"
+    assert chosen.name.startswith("19")
+    assert run_virtual(choose("out")) == tmp_path / "out"
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_text() == '{\n  "a": 1\n}'
+    assert os.listdir(tmp_path) == ["a.json"]
+    with pytest.raises(RunError, match="cannot be written"):
+        write_json(tmp_path / "missing" / "a.json", {})
+
+
+def test_files_that_are_missing_or_damaged_are_told_apart(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+    assert read_summary(tmp_path) is None
+    for name, read in (("status.json", read_status), ("summary.json", read_summary)):
+        (tmp_path / name).write_bytes(b'{"phase": \xff')
+        with pytest.raises(DataError, match=f"{name} is damaged"):
+            read(tmp_path)
+
+
+def test_a_directory_without_a_run_cannot_be_evaluated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        run_file_of(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json is damaged"):
+        run_file_of(tmp_path)
+
+
+def test_evaluating_a_directory_leaves_the_snapshot_that_is_being_written_alone(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model": {"path": "m"}})
+    unfinished = tmp_path / "checkpoints" / "step-000003.tmp-1"
+    unfinished.mkdir(parents=True)
+    tree = run_file_of(tmp_path)
+    assert isinstance(tree, dict)
+    assert merge(tree) == {"model": {"path": "m"}}
+    assert unfinished.exists()
