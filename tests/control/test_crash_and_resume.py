@@ -15,7 +15,6 @@ from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_leng
 from headrace.types.batch import Batch
 from tests.control.lives import Life, Plan, groups_of, live
 
-
 BEFORE_S = 2.0
 """The comparison of engine and learner, which stands before training, takes a little longer."""
 
@@ -116,9 +115,10 @@ def test_steps_after_the_checkpoint_are_replayed_with_the_same_batches(tmp_path:
     assert not second.summary.warnings
 
 
-def test_what_had_been_generated_before_a_crash_is_not_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crash_at", [6.0, 6.5, 7.0, 7.5, 8.0])
+def test_what_had_been_generated_before_a_crash_is_not_asked_again(tmp_path: Path, crash_at: float) -> None:
     plan = Plan(run_dir=tmp_path, steps=8, run={"checkpoint_every": 50}, flow={"max_age": 2})
-    first = live(plan, crash_at=8.0)
+    first = live(plan, crash_at=crash_at)
     second = live(plan)
     kept = first.summary.ledger.tokens.submitted
     assert kept > 0
@@ -194,6 +194,25 @@ def test_group_keeps_its_row_when_the_order_of_rows_changes(tmp_path: Path) -> N
     second = live(plan(100))
     for batch in second.learner.batches:
         assert len(groups_of(batch)) == 2, "a group has two rows"
+
+
+def test_snapshots_are_taken_when_due_once_each_and_the_newest_are_kept(tmp_path: Path) -> None:
+    life = live(Plan(run_dir=tmp_path, steps=7, run={"checkpoint_every": 2, "keep_checkpoints": 3}))
+    told = [event.text for event in life.seen.events if event.text.startswith("checkpoint")]
+    assert told == [f"checkpoint step-{step:06d}" for step in (2, 4, 6, 7)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000004",
+        "step-000006",
+        "step-000007",
+    ]
+
+
+def test_last_snapshot_is_not_written_twice(tmp_path: Path) -> None:
+    life = live(Plan(run_dir=tmp_path, steps=4, run={"checkpoint_every": 2}))
+    assert sum(event.text.startswith("checkpoint") for event in life.seen.events) == 2
+    stopped_at_once = live(Plan(run_dir=tmp_path, steps=8), stop_at=0.0)
+    assert stopped_at_once.summary.status == "stopped"
+    assert "checkpoint" not in stopped_at_once.seen.texts()
 
 
 def test_run_without_a_snapshot_begins_at_step_zero(tmp_path: Path) -> None:

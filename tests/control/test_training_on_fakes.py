@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
+from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
@@ -18,7 +20,7 @@ from headrace.types.episode import EpisodeKey
 from headrace.types.observation import LiveState
 from headrace.types.task import Task
 from headrace.types.tokens import Tokens
-from headrace.types.weights import SwapReport
+from headrace.types.weights import SwapReport, WeightUpdate
 from tests.control.lives import Life, Plan, Seen, groups_of, live, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
@@ -163,7 +165,7 @@ def test_every_step_is_told_once_with_its_figures(tmp_path: Path) -> None:
     assert [record.version for record in records] == list(range(1, 7))
     assert [record.trained_tokens for record in records] == [batch.num_loss_tokens for batch in life.learner.batches]
     assert all(sum(record.ages.values()) == record.trained_tokens for record in records)
-    assert all(a.clock_s < b.clock_s for a, b in zip(records, records[1:], strict=False))
+    assert all(a.clock_s < b.clock_s for a, b in pairwise(records))
     assert all(record.reward_min <= record.reward_mean <= record.reward_max for record in records)
 
 
@@ -225,3 +227,27 @@ def test_engine_that_is_slow_to_commit_holds_the_next_copy_back_and_nothing_else
     assert life.summary.ledger.groups.trained == 16
     assert life.summary.exposed_sync_frac > 0.1
     assert any(span.name == "wait sync" for span in life.seen.all_spans)
+
+
+def test_learner_never_copies_into_the_buffer_that_the_engine_reads(tmp_path: Path) -> None:
+    in_use: list[int] = []
+
+    class Reader(FakeEngine):
+        async def stage(self, update: WeightUpdate) -> float:
+            self.next_slot = update.slot
+            return await super().stage(update)
+
+        async def commit(self, version: int) -> SwapReport:
+            report = await super().commit(version)
+            in_use[:] = [self.next_slot]
+            return report
+
+    class Writer(FakeLearner):
+        async def snapshot(self, version: int, slot: int) -> Publication:
+            assert slot not in in_use
+            copied = await super().snapshot(version, slot)
+            assert slot not in in_use
+            return copied
+
+    life = live(Plan(run_dir=tmp_path, steps=10, flow={"max_age": 2}, engine=Reader, learner=Writer))
+    assert life.engine.commits == list(range(11))

@@ -239,7 +239,7 @@ class Driver:
         assert self.batches.setdefault(step, numbers) == numbers, "a replayed step has other groups than before"
         for group in groups:
             ages = [step - version for episode in group.scored for version in episode.versions()]
-            assert 0 <= min(ages)
+            assert min(ages) >= 0
             assert max(ages) <= self.config.max_age, f"step {step} would train group {group.number} at {max(ages)}"
             self.max_age = max(self.max_age, *ages)
         self.taken.append(groups)

@@ -61,7 +61,7 @@ def test_larger_batches_and_more_crashes_change_nothing(order: str) -> None:
 def test_bound_and_books_hold_in_a_long_soak(max_age: int, lead: int, order: str) -> None:
     for groups_per_step in (1, 2, 4):
         config = settings(max_age, lead, order, groups_per_step=groups_per_step, group_size=3)
-        histories(config, 1500, steps=8, events=400)
+        histories(config, 400, steps=8, events=400)
 
 
 @pytest.mark.parametrize("order", ORDERS)

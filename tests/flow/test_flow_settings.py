@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from pydantic import ValidationError
 
 from headrace.clock import run_virtual
-from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.flow.signal import Signal
 
@@ -21,9 +21,9 @@ from headrace.flow.signal import Signal
     ],
 )
 def test_sizes_that_cannot_work_are_refused(values: dict[str, int], words: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
+    with pytest.raises(ValidationError, match=words) as refused:  # what loads a run file takes the record's error out
         FlowConfig(**values)
-    assert remedy in refused.value.remedy
+    assert remedy in str(refused.value)
 
 
 def test_lead_is_the_bound_where_it_is_not_set() -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from typer.testing import CliRunner
 
+from headrace.cli.app import app
 from headrace.models.tiny import TinySpec, make_tiny
 
 DEADLINE_S = 60.0
@@ -82,6 +84,13 @@ def headrace(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comp
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, check=False)
     assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done
+
+
+def verb(*arguments: str | Path) -> str:
+    """Run the program to its end in this process, which saves its start; what it printed."""
+    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 class Running:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from headrace.clock import RealClock
-from headrace.session import load_config
-from tests.session.runs import Running, components, headrace, make_run, running, shared_buffers, wait_gone
+from headrace.errors import ConfigError
+from headrace.session import load_config, train
+from tests.session.runs import components, make_run, running, shared_buffers, verb, wait_gone
 from tests.session.serial import SerialLoop, same_learner
 
 STEPS = 14
@@ -35,44 +36,14 @@ def test_a_run_that_is_stopped_and_killed_in_every_way_ends_with_the_weights_of_
         run={"dir": "run", "steps": STEPS, "checkpoint_every": 3},
     )
     run_dir = tmp_path / "run"
-    with running("train", run_file) as life:
-        life.until_step(4)
-        life.process.send_signal(signal.SIGINT)
-        assert life.rest() == ""
-        assert life.process.returncode == 0
-    summary = ended(run_dir, "stopped")
-    steps = summary["steps"]
-    assert 4 <= steps < STEPS
-    assert "step-" + f"{steps:06d}" in os.listdir(run_dir / "checkpoints")
+    steps = stop_by_ctrl_c(run_file, run_dir)
+    kill_a_part(run_file, run_dir, "engine", begins_at=steps + 1)
+    kill_a_part(run_file, run_dir, "learner")
+    left = kill_the_controller(run_file, run_dir)
 
-    with running("train", run_file, "--resume") as life:
-        assert life.until_step() == steps + 1
-        words = died(life, run_dir, "engine")
-        assert "remedy: mend the cause, then --resume" in words
-    assert "engine" in ended(run_dir, "failed")["cause"]
-
-    with running("train", run_file, "--resume") as life:
-        life.until_step()
-        died(life, run_dir, "learner")
-    ended(run_dir, "failed")
-    assert not shared_buffers(life.process.pid)
-
-    with running("train", run_file, "--resume") as life:
-        life.until_step()
-        others = [pid for role, pid in components(run_dir).items() if role != "controller"]
-        assert len(others) == 3
-        life.process.kill()
-        life.process.wait()
-        assert wait_gone(others, timeout_s=2.0) == []
-    assert shared_buffers(life.process.pid)  # nobody was left to remove it
-    status = json.loads(headrace("status", run_dir, "--json").stdout)
-    assert status["state"] == "killed"
-    assert {part["state"] for part in status["components"]} == {"ended"}
-
-    done = headrace("train", run_file, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "resumed at step" in done.stdout
-    assert not shared_buffers(life.process.pid)
+    printed = verb("train", run_file, "--resume")
+    assert "resumed at step" in printed
+    assert not shared_buffers(left)
     summary = ended(run_dir, "finished")
     assert summary["steps"] == STEPS
     assert summary["ledger"]["groups"] == {"submitted": 28, "trained": 28, "dropped": {}, "in_flight": 0}
@@ -84,18 +55,55 @@ def test_a_run_that_is_stopped_and_killed_in_every_way_ends_with_the_weights_of_
     assert same_learner(last, tmp_path / "serial")
 
 
-def died(life: Running, run_dir: Path, role: str) -> str:
-    """Kill a part; the run must say so within 5 seconds. What it said."""
-    pid = components(run_dir)[role]
+def stop_by_ctrl_c(run_file: Path, run_dir: Path) -> int:
+    """The first life, and a second program that wants its directory; the steps that were made."""
+    with running("train", run_file) as life:
+        life.until_step(3)
+        with pytest.raises(ConfigError, match="is in use by another process"):
+            train(run_file, resume=True)
+        life.process.send_signal(signal.SIGINT)
+        assert life.rest() == ""
+        assert life.process.returncode == 0
+    steps = ended(run_dir, "stopped")["steps"]
+    assert 3 <= steps < STEPS
+    assert f"step-{steps:06d}" in os.listdir(run_dir / "checkpoints")
+    return steps
+
+
+def kill_a_part(run_file: Path, run_dir: Path, role: str, begins_at: int | None = None) -> None:
+    """The run must say so within 5 seconds, and leave nothing behind."""
     clock = RealClock()
-    killed_s = clock.now()
-    os.kill(pid, signal.SIGKILL)
-    words = life.rest()
-    assert clock.now() - killed_s < 5.0
-    assert life.process.returncode == 1
-    assert f"error: {role} (pid {pid}) was killed by SIGKILL" in words
+    with running("train", run_file, "--resume") as life:
+        first = life.until_step()
+        assert begins_at in (None, first)
+        pids = components(run_dir)
+        killed_s = clock.now()
+        os.kill(pids[role], signal.SIGKILL)
+        words = life.rest()
+        assert clock.now() - killed_s < 5.0
+        assert life.process.returncode == 1
+    assert f"error: {role} (pid {pids[role]}) was killed by SIGKILL" in words
+    assert "remedy: mend the cause, then --resume" in words
     assert "Traceback" not in words
-    return words
+    assert f"{role} (pid {pids[role]}) was killed by SIGKILL" in ended(run_dir, "failed")["cause"]
+    assert wait_gone(list(pids.values()), timeout_s=0.0) == []
+    assert not shared_buffers(life.process.pid)
+
+
+def kill_the_controller(run_file: Path, run_dir: Path) -> int:
+    """Its parts must end by themselves, within 2 seconds; its process id."""
+    with running("train", run_file, "--resume") as life:
+        life.until_step()
+        parts = [pid for role, pid in components(run_dir).items() if role != "controller"]
+        assert len(parts) == 3
+        life.process.kill()
+        life.process.wait()
+        assert wait_gone(parts, timeout_s=2.0) == []
+    status = json.loads(verb("status", run_dir, "--json"))
+    assert status["state"] == "killed"
+    assert {part["state"] for part in status["components"]} == {"ended"}
+    assert shared_buffers(life.process.pid)  # nobody was left to remove it: the next start does
+    return life.process.pid
 
 
 def ended(run_dir: Path, status: str) -> dict:

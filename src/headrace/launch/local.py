@@ -100,7 +100,7 @@ class _Processes:
         """Every process, the controller's own first."""
         parts = [Component(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
-            version = child.peer.stats().version if isinstance(child.peer, EngineClient) else None
+            version = _version(child.peer)
             parts.append(Component(role=child.role, pid=child.pid, state=child.state, version=version))
         return parts
 
@@ -224,6 +224,15 @@ def _serving(order: Order, engine_client: EngineClient, pool: ScorerPool) -> dic
         "max_context": order.max_context,
         "decode": order.decode,
     }
+
+
+def _version(peer: Peer) -> int | None:
+    match peer:
+        case EngineClient():
+            return peer.stats().version
+        case LearnerClient():
+            return peer.version
+    return None
 
 
 async def _watch(child: Child) -> None:

@@ -35,6 +35,7 @@ class Ordered:
     """When there was a free weight buffer, on the clock."""
     snapshot: asyncio.Task[Publication]
     saving: Saving | None
+    """The snapshot of the step; ``None`` where none is due."""
 
 
 class Feeder:

@@ -14,8 +14,8 @@ step v + lead ≤ its deadline. Training what is ready first may overtake; it is
 
 Otherwise the batch waits for the group that is due. Both together keep the bound for every group by construction.
 
-After a crash v and k are those of the checkpoint again, while groups that were interrupted may keep tokens and with them
-their deadlines. They start first, and others only where the same condition stays true.
+After a crash v and k are those of the checkpoint again, while groups that were interrupted may keep tokens and with
+them their deadlines. They start first, and others only where the same condition stays true.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Bounded:
         return max(0, paced)
 
     def _room_after_crash(self, state: FlowState) -> int:
-        """How many may start so that the groups that kept tokens over a crash, and with them their deadlines, meet them:
-        they themselves may, and of the others as many as the steps up to *their* deadline have room for."""
+        """How many may start so that the groups that kept tokens over a crash, and with them their deadlines, meet
+        them: they themselves may, and of the others as many as the steps up to *their* deadline have room for."""
         latest = state.version + self.max_age
         due = sum(self._deadline(state, number) <= latest for number in state.untaken())
         aged = sum(state.is_aged(number) for number in state.waiting())

@@ -35,6 +35,8 @@ class LearnerClient(Peer):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
+        self.version = -1
+        """The newest version that it has taken a snapshot of."""
 
     async def train(self, batch: Batch) -> StepReport:
         call = self.next_call()
@@ -54,6 +56,7 @@ class LearnerClient(Peer):
         self._announced[version] = self.expect(call, Published)
         self.send(Publish(call=call, version=version, slot=slot))
         answer = await self.answer(taken, f"snapshot version {version}", self._deadline_s)
+        self.version = version
         return Publication(version=version, slot=slot, exposed_s=answer.seconds)
 
     async def published(self, publication: Publication) -> WeightUpdate:
