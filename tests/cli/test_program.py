@@ -167,10 +167,3 @@ def test_what_a_part_says_of_its_failure_reaches_the_user(tmp_path: Path, model_
     assert said.stderr.startswith("error: model.path=")
     assert "cannot be loaded: SafetensorError" in said.stderr
     assert "remedy: give the directory of a Hugging Face causal language model" in said.stderr
-
-
-def test_a_reward_that_cannot_be_imported_is_told_with_its_line(tmp_path: Path, model_dir: Path) -> None:
-    run_file = make_run(tmp_path, model_dir, reward="import not_a_module\ndef reward(completion): return 1")
-    said = headrace("train", run_file)
-    assert said.returncode == 1
-    assert "No module named 'not_a_module' at reward.py:1" in said.stderr

@@ -92,7 +92,8 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
         (["flow.max_age=1", "flow.lead=2"], "flow.lead=2 is more than flow.max_age=1"),
         (["flow.capacity=8"], r"flow.capacity=8 is smaller than one batch \(flow.groups_per_step=16\)"),
         (["flow.min_episodes=9"], "flow.min_episodes=9 is more than flow.group_size=8"),
-        (["learner.warmup_steps=200"], "learner.warmup_steps=200 is more than run.steps=100"),
+        (["algo.loss={kind='grpo', kl_coef=0.1}"], "algo.loss='grpo' with its corrections reads log_ref"),
+        (["algo.advantage=remax"], "algo.advantage='remax' does not fit env.kind='single_turn'"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(overrides: list[str], problem: str) -> None:
@@ -104,7 +105,7 @@ def test_settings_that_just_work_together_are_accepted() -> None:
     load_config(MODEL, ["algo.correction=none", "flow.max_age=0"])
     load_config(MODEL, ["algo.correction=none", "algo.allow_uncorrected=true"])
     load_config(MODEL, ["flow.max_age=2", "flow.lead=2"])
-    load_config(MODEL, ["flow.capacity=16", "flow.min_episodes=8", "learner.warmup_steps=100"])
+    load_config(MODEL, ["flow.capacity=16", "flow.min_episodes=8"])
 
 
 def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -182,6 +183,24 @@ def test_a_part_that_does_not_read_is_told_apart_from_a_queue_without_end() -> N
                 ours.close()
 
     assert refused(main()).problem.startswith("engine has not read")
+
+
+def test_an_order_to_a_process_that_has_just_ended_leaves_the_word_to_who_watches_it() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    async def main() -> None:
+        async with line() as at, asyncio.TaskGroup() as group:
+            listening = group.create_task(at.peer.listen())
+            at.theirs.send(Ready(token=TOKEN, pid=gone.pid, facts={}))
+            await at.peer.ready
+            at.theirs.close()
+            for _ in range(20):  # the first ones may still reach the closing socket
+                at.peer.send(Shutdown())
+                await asyncio.sleep(0.01)
+            listening.cancel()
+
+    asyncio.run(main())
 
 
 def test_sockets_in_a_directory_with_too_long_a_name_are_refused_with_a_remedy(tmp_path: Path) -> None:

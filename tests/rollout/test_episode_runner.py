@@ -10,7 +10,7 @@ import pytest
 from headrace.clock import run_virtual
 from headrace.engine import TokenChunk
 from headrace.env import SingleTurn
-from headrace.errors import RequestError
+from headrace.errors import ComponentDied, RequestError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
@@ -100,6 +100,12 @@ def test_refused_request_is_a_failed_episode_with_its_cause() -> None:
     assert episode.turns == []
 
 
-def test_any_other_error_is_not_swallowed() -> None:
-    with pytest.raises(ConnectionError):
-        run(Scripted(ConnectionError("the engine is gone")))
+def test_what_an_environment_raises_fails_its_own_episode_only() -> None:
+    episode = run(Scripted(ConnectionError("the tool server is gone")))
+    assert episode.status is EpisodeStatus.FAILED
+    assert episode.cause == "env_error: ConnectionError: the tool server is gone"
+
+
+def test_death_of_a_part_is_not_taken_for_a_failed_episode() -> None:
+    with pytest.raises(ComponentDied):
+        run(Scripted(ComponentDied("the engine is gone", remedy="resume")))

@@ -101,6 +101,7 @@ class Controller:
         self._note("start", f"step {start.step}")
         if start.fingerprint not in ("", self._fingerprint):
             state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
+        state.tally.steps_done = start.step
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
         if start.snapshot is not None:
             self._saver.began_from(start.step)
@@ -152,6 +153,7 @@ class Controller:
             reward = await self._evaluator.mean_reward(self._count_eval)
         if reward is not None:
             state.tally.evals[version] = reward
+            state.tally.fresh_eval = version if state.phase == "training" else None
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
 

@@ -31,17 +31,18 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
     report = done.report
     episodes = [episode for group in done.groups for episode in group.scored]
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    version = report.step + 1
+    eval_version, state.tally.fresh_eval = state.tally.fresh_eval, None
     return StepRecord(
         step=report.step,
-        version=version,
+        version=report.step + 1,
         clock_s=state.parts.clock.now(),
         wall_s=state.wall_s,
         reward_mean=statistics.fmean(rewards) if rewards else None,
         reward_std=statistics.pstdev(rewards) if rewards else None,
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
-        eval_accuracy=state.tally.evals.get(version),
+        eval_accuracy=None if eval_version is None else state.tally.evals[eval_version],
+        eval_version=eval_version,
         metrics=dict(report.metrics),
         trained_tokens=report.trained_tokens,
         generated_tokens=tokens_generated(state),
@@ -103,15 +104,15 @@ def live_state(state: RunState) -> LiveState:
     window_s = max(now - then, 1e-9)
     stats = state.parts.engine.stats()
     done = len(tally.rewards)
-    left = state.run.steps - state.flow.state.next_step
+    left = state.run.steps - tally.steps_done
     return LiveState(
-        steps_done=state.flow.state.next_step if state.training_until_s else max(0, state.run.steps - left),
+        steps_done=tally.steps_done,
         steps_total=state.run.steps,
         title=str(state.parts.run_dir),
         phase=state.phase,
         wall_s=state.wall_s,
         eta_s=training_s(state) / done * left if done else None,
-        learner_version=state.flow.state.next_step,
+        learner_version=tally.steps_done,
         engine_version=stats.version,
         rewards=tuple(tally.rewards),
         eval_accuracy=list(tally.evals.values())[-1] if tally.evals else None,

@@ -54,7 +54,7 @@ class Saver:
         start_s = state.parts.clock.now()
         try:
             await saving.written
-            await state.flow.flush()  # the ledger must know of every step that the snapshot contains
+            await state.flow.flush(durable=True)  # the ledger must know of every step that the snapshot contains
         except BaseException:
             checkpoint.abandon(saving.unfinished)
             raise

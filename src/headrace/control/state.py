@@ -47,6 +47,10 @@ class Tally:
     """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
     evals: dict[int, float] = field(default_factory=dict)
     """Mean held-out reward by the version that was committed when the evaluation began."""
+    fresh_eval: int | None = None
+    """The version of an evaluation that no step's record has told yet."""
+    steps_done: int = 0
+    """Optimizer steps that the learner's weights have behind them, earlier lives of the run included."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
     """(time, tokens generated, tokens trained) so far, for the live throughputs."""
     last_sample: str = ""

@@ -149,9 +149,9 @@ class Flow:
         """Whether the last step has taken its batch."""
         return self.state.next_step >= self._last_step
 
-    async def flush(self) -> None:
-        """Wait until everything that happened is recorded."""
-        await self._writer.flush()
+    async def flush(self, *, durable: bool = False) -> None:
+        """Wait until everything that happened is recorded; if ``durable``, so that it outlasts a loss of power."""
+        await self._writer.flush(durable=durable)
 
     def restore(self, step: int, recalled: Recalled) -> None:
         """Go on from a checkpoint at ``step``."""

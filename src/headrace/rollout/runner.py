@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.engine import Engine
 from headrace.env import Env
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
@@ -65,7 +65,8 @@ class EpisodeRunner:
     """Told how many tokens have arrived, as they arrive."""
 
     async def run(self, key: EpisodeKey, task: Task) -> Episode:
-        """One attempt at ``task``. A request that the engine refuses fails this episode only."""
+        """One attempt at ``task``. A request that the engine refuses, and whatever the environment raises, fails this
+        episode only; the death of a part is not its failure and goes on to whoever runs it."""
         policy = EnginePolicy(
             engine=self.engine, sampling=self.sampling, run_seed=self.run_seed, key=key, on_tokens=self.on_tokens
         )
@@ -73,8 +74,15 @@ class EpisodeRunner:
         try:
             episode.turns = await self.env.run(task, policy)
         except RequestError as error:
-            episode.status = EpisodeStatus.FAILED
-            episode.cause = f"request_refused: {error.problem}"
-            return episode
+            return _failed(episode, f"request_refused: {error.problem}")
+        except HeadraceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
+            return _failed(episode, f"env_error: {type(error).__name__}: {error}")
         episode.status = EpisodeStatus.FINISHED
         return episode
+
+
+def _failed(episode: Episode, cause: str) -> Episode:
+    episode.status, episode.cause = EpisodeStatus.FAILED, cause
+    return episode

@@ -43,7 +43,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     reward_max: float | None = None
     """Greatest reward of those episodes; ``None`` where nothing was scored."""
     eval_accuracy: float | None = None
-    """Mean reward on held-out tasks under the version that this step made; ``None`` where none was measured."""
+    """Mean reward on held-out tasks, where a measurement ended since the last step; ``None`` otherwise."""
+    eval_version: int | None = None
+    """The version that was committed when that measurement began."""
     metrics: Mapping[str, float | None] = {}
     """What loss, correction and optimizer report: ``loss``, ``grad_norm``, ``clip_frac``, ``lr``, ``mismatch_kl``."""
     trained_tokens: int = 0

@@ -87,6 +87,7 @@ class LearningLoop:
 
     def _count(self, done: StepDone, copying_s: float) -> None:
         tally = self._state.tally
+        tally.steps_done = done.report.step + 1
         tally.tokens_trained += done.report.trained_tokens
         tally.dropped_tokens.update(Counter(done.report.dropped_tokens))
         tally.ages.update(done.ages)

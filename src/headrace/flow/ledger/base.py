@@ -157,6 +157,10 @@ class Ledger(Protocol):
         """Count everything."""
         ...
 
+    def persist(self) -> None:
+        """Make what was applied outlast a loss of power; what a killed process leaves behind outlasts it anyway."""
+        ...
+
     def close(self) -> None:
         """Let go of it."""
         ...

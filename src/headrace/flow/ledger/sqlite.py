@@ -251,6 +251,10 @@ class SqliteLedger:
             ),
         )
 
+    def persist(self) -> None:
+        with self._explained("flushed"):
+            self._db.execute("PRAGMA wal_checkpoint(FULL)")
+
     def close(self) -> None:
         self._db.close()
 

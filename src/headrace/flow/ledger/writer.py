@@ -21,13 +21,24 @@ class LedgerWriter(Protocol):
         """Record ``operation`` after all that were given before it. Raises if an earlier one could not be recorded."""
         ...
 
-    async def flush(self) -> None:
-        """Wait until everything given is recorded. Raises :class:`~headrace.errors.LedgerError` if it was not."""
+    async def flush(self, *, durable: bool = False) -> None:
+        """Wait until everything given is recorded, and, if ``durable``, until it would outlast a loss of power.
+
+        Raises :class:`~headrace.errors.LedgerError` if it could not be.
+        """
         ...
 
     def close(self) -> None:
         """Record what is left and stop."""
         ...
+
+
+class _Persist:
+    """What is recorded so far is to outlast a loss of power."""
+
+
+_PERSIST = _Persist()
+_Item = Operation | _Persist | asyncio.Future[None] | None
 
 
 class InlineWriter:
@@ -39,8 +50,9 @@ class InlineWriter:
     def write(self, operation: Operation) -> None:
         self._ledger.apply(operation)
 
-    async def flush(self) -> None:
-        return
+    async def flush(self, *, durable: bool = False) -> None:
+        if durable:
+            self._ledger.persist()
 
     def close(self) -> None:
         return
@@ -54,7 +66,7 @@ class ThreadedWriter:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._queue: deque[Operation | asyncio.Future[None] | None] = deque()
+        self._queue: deque[_Item] = deque()
         self._given = threading.Semaphore(0)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
@@ -65,8 +77,10 @@ class ThreadedWriter:
             raise self._error
         self._put(operation)
 
-    async def flush(self) -> None:
+    async def flush(self, *, durable: bool = False) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if durable:
+            self._put(_PERSIST)
         self._put(done)
         await done
         if self._error is not None:
@@ -76,7 +90,7 @@ class ThreadedWriter:
         self._put(None)
         self._thread.join()
 
-    def _put(self, item: Operation | asyncio.Future[None] | None) -> None:
+    def _put(self, item: _Item) -> None:
         self._queue.append(item)
         self._given.release()
 
@@ -91,9 +105,12 @@ class ThreadedWriter:
             elif self._error is None:
                 self._apply(item)
 
-    def _apply(self, operation: Operation) -> None:
+    def _apply(self, operation: Operation | _Persist) -> None:
         try:
-            self._ledger.apply(operation)
+            if isinstance(operation, _Persist):
+                self._ledger.persist()
+            else:
+                self._ledger.apply(operation)
         except Exception as error:  # noqa: BLE001 - the edge of the thread: write and flush raise it
             self._error = error
 

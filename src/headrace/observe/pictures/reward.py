@@ -58,7 +58,11 @@ def draw_reward(figure: Figure, run: RunData, theme: Theme) -> None:
 
 def evaluations(run: RunData) -> list[tuple[int, float]]:
     """(version, mean held-out reward) of every evaluation, the ones before and after the run included."""
-    points = {step.version: step.eval_accuracy for step in run.steps if step.eval_accuracy is not None}
+    points = {
+        step.version if step.eval_version is None else step.eval_version: step.eval_accuracy
+        for step in run.steps
+        if step.eval_accuracy is not None
+    }
     before, after = run.measured("eval_before"), run.measured("eval_after")
     if before is not None:
         points[0] = before
