@@ -23,7 +23,10 @@ def evaluate(
     if as_json:
         print_json(result)
         return
-    console().print(
+    out = console()
+    for warning in result.warnings:
+        out.print(f"warning: {warning}", style="yellow")
+    out.print(
         f"mean reward {result.mean_reward:.4f} over {result.tasks} tasks × {result.samples}, temperature "
         f"{result.temperature:g}, {result.tokens:,} tokens, model {result.model}"
     )

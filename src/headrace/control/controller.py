@@ -19,6 +19,8 @@ only when it is committed; the watchdog prints the table above when nothing move
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from headrace.control.board import Board
 from headrace.control.config import Settings
@@ -38,6 +40,8 @@ from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
 from headrace.types.observation import LiveState
+
+T = TypeVar("T")
 
 MAX_MISMATCH = 0.05
 """Mean |log μ − log π| above which the probe warns: bfloat16 stays well below it."""
@@ -146,16 +150,27 @@ class Controller:
             state.warn(f"{said}: they do not compute the same; every ratio of the loss is off by that much")
 
     async def _evaluate(self, phase: str) -> float | None:
+        """The mean held-out reward; ``None`` without such tasks, or where the run was asked to stop meanwhile."""
         state = self.state
         state.phase = phase
         version = state.flow.state.version
         with state.board.asking("rollout", "answers to the held-out tasks", of="engine, scoring workers"):
-            reward = await self._evaluator.mean_reward(self._count_eval)
+            reward = await self._unless_stopped(self._evaluator.mean_reward(self._count_eval, state.warn))
         if reward is not None:
             state.tally.evals[version] = reward
             state.tally.fresh_eval = version if state.phase == "training" else None
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T | None]) -> T | None:
+        """The result of ``work``; ``None`` if the run was asked to stop before it was done."""
+        async with asyncio.TaskGroup() as group:
+            stopped = group.create_task(self.state.stopping.wait())
+            working = group.create_task(work)
+            await asyncio.wait({stopped, working}, return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+            working.cancel()  # does nothing if it is done
+        return None if working.cancelled() else working.result()
 
     def _count_eval(self, tokens: int) -> None:
         self.state.board.progress()

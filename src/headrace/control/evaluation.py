@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -28,10 +29,10 @@ class Evaluator:
         self._sampling = sampling
         self._run_seed = run_seed
 
-    async def mean_reward(self, on_tokens: Callable[[int], None]) -> float | None:
+    async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
         """The mean reward over all attempts; ``None`` where there are no held-out tasks.
 
-        An attempt whose reward fails counts as 0; :class:`EnvError` if all of them do.
+        An attempt that fails counts as 0, and ``warn`` hears of it; :class:`EnvError` if all of them do.
         """
         parts = self._parts
         if not parts.eval_tasks:
@@ -56,6 +57,11 @@ class Evaluator:
             raise EnvError(
                 f"no held-out task could be scored; the first failed with {outcomes[0]}", remedy="mend the reward"
             )
+        failures = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
+        if failures:
+            cause, times = failures.most_common(1)[0]
+            failed = failures.total()
+            warn(f"{failed} of {len(outcomes)} held-out attempts failed and count as 0; {times} of them: {cause}")
         return sum(rewards) / len(outcomes)
 
     async def _attempt(self, runner: EpisodeRunner, row: int, sample: int, gate: asyncio.Semaphore) -> float | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -80,7 +81,8 @@ class RunState:
     """The engine's counters when the first rollout began."""
     engine_after: EngineStats | None = None
     """The engine's counters when the four loops had ended; ``None`` before."""
-    stop_asked: bool = False
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the run was asked to stop."""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -109,7 +111,12 @@ class RunState:
         span = Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step)
         self.observers.spans([span])
 
+    @property
+    def stop_asked(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.stopping.is_set()
+
     def ask_to_stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
-        self.stop_asked = True
+        self.stopping.set()
         self.flow.changed.ring()

@@ -31,6 +31,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """At which the attempts were sampled; 0: the most likely token."""
     tokens: int
     """Sampled in all attempts."""
+    warnings: list[str]
 
 
 def evaluate(
@@ -54,6 +55,7 @@ def evaluate(
 async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
     run = prepared.config.run
     tokens = 0
+    warnings: list[str] = []
 
     def count(arrived: int) -> None:
         nonlocal tokens
@@ -65,7 +67,7 @@ async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
             evaluator = Evaluator(
                 serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
             )
-            mean_reward = await evaluator.mean_reward(count)
+            mean_reward = await evaluator.mean_reward(count, warnings.append)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
     assert mean_reward is not None
@@ -77,4 +79,5 @@ async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
         samples=run.eval_samples,
         temperature=prepared.config.engine.temperature if temperature is None else temperature,
         tokens=tokens,
+        warnings=warnings,
     )

@@ -92,20 +92,20 @@ async def _train(prepared: Prepared, run_dir: Path) -> Summary:
             remedy=f"set run.steps > {start.step} to go on",
         )
     with ExitStack() as stack:
-        ledger = SqliteLedger(
-            run_dir / LEDGER_FILE, group_size=config.flow.group_size, groups_per_step=config.flow.groups_per_step
-        )
-        stack.callback(ledger.close)
+        books: list[SqliteLedger] = []
+        if (run_dir / LEDGER_FILE).exists():  # one that does not fit is refused before anything is launched
+            books.append(_open_books(config, run_dir, stack))
         write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
-        writer = ThreadedWriter(ledger)
-        stack.callback(writer.close)
         recorder = stack.enter_context(Recorder(run_dir))
         view = stack.enter_context(_view(config))
         observers = Observers((recorder, view))
         order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=observers)
 
         def control(world: World) -> Controller:
+            ledger = books[0] if books else _open_books(config, run_dir, stack)
+            writer = ThreadedWriter(ledger)
+            stack.callback(writer.close)
             settings = Settings(
                 run=config.run,
                 flow=config.flow,
@@ -115,6 +115,14 @@ async def _train(prepared: Prepared, run_dir: Path) -> Summary:
             return Controller(world.parts, settings, ledger=ledger, writer=writer, observers=(observers,))
 
         return await _run(order, control, start, view)
+
+
+def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack) -> SqliteLedger:
+    """The run's ledger; a new run has none until its parts have started, so that a failed start can be tried again."""
+    flow = config.flow
+    ledger = SqliteLedger(run_dir / LEDGER_FILE, group_size=flow.group_size, groups_per_step=flow.groups_per_step)
+    stack.callback(ledger.close)
+    return ledger
 
 
 async def _run(order: Order, control: Callable[[World], Controller], start: StartingPoint, view: View) -> Summary:
