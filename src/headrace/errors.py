@@ -94,12 +94,13 @@ class NothingToLearn(RunError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The phrase that offers the nearest known name, for the end of an error.
+    """The phrase that offers the nearest known name, whatever its case, for the end of an error.
 
     >>> nearest("dappo", ["grpo", "dapo"])
     "did you mean 'dapo'? (known: dapo, grpo)"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    folded = {known_name.casefold(): known_name for known_name in names}
+    close = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)]
     listed = f"known: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listed})" if close else listed

@@ -27,7 +27,8 @@ def mean(values: list[float]) -> float:
 
 
 def ppo(r: float, a: float, low: float, high: float, cap: float = math.inf) -> float:
-    return -min(min(r, cap) * a, clamp(r, 1 - low, 1 + high) * a)
+    r = min(r, cap)
+    return -min(r * a, clamp(r, 1 - low, 1 + high) * a)
 
 
 def each(formula: Callable[..., float]) -> Callable[..., list[float]]:
@@ -146,7 +147,7 @@ def _covariant(batch: list[Sequence], fraction: float) -> set[int]:
     a, p = mean([t["a"] for t in rows]), mean([t["pi"] for t in rows])
     by = {id(t): (t["a"] - a) * (t["pi"] - p) for t in rows}
     bound = sorted(by.values(), reverse=True)[max(1, int(fraction * len(rows))) - 1]
-    return {key for key, value in by.items() if value >= bound - 1e-12}
+    return {key for key, value in by.items() if value >= bound - 1e-12 and value > 1e-9}
 
 
 def clip_cov(batch: list[Sequence], fraction: float = 2e-4) -> list[list[float]]:

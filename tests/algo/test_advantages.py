@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import algo
-from headrace.algo.advantages import AnyAdvantage, scores_of
+from headrace.algo.advantages import AnyAdvantage, outcomes_of
 from headrace.algo.advantages.rae import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import rows
@@ -65,6 +65,14 @@ def test_reinforce_pp_whitens_over_tokens_and_skips_observations() -> None:
     assert algo.advantage("reinforce_pp", REWARDS) == pytest.approx(plain)
 
 
+def test_reinforce_pp_says_what_a_group_of_one_gets() -> None:
+    rewards, groups = [1.0, 0.0, 5.0], [0, 0, 1]
+    alone = algo.advantage("reinforce_pp", rewards, groups=groups, lengths=[10, 1, 3], group_baseline=True)
+    assert alone[2] == 0
+    assert alone[:2] == algo.advantage("reinforce_pp", rewards[:2], lengths=[10, 1], group_baseline=True)
+    assert algo.advantage("reinforce_pp", rewards, groups=groups)[2] > 1
+
+
 def test_opo_weighs_its_baseline_by_length() -> None:
     first = sum(r * n for r, n in zip(REWARDS[:3], LENGTHS[:3], strict=True)) / sum(LENGTHS[:3])
     got = algo.advantage("opo", REWARDS, groups=GROUPS, lengths=LENGTHS)
@@ -87,7 +95,7 @@ def test_rae_follows_each_agent_and_hands_its_baselines_on() -> None:
     later = {"a": 0.95 * 0.05 + 0.05, "b": 0.95 * -0.05}
     expected = [1 - b["a"], -1 - b["b"], 1 - later["a"], -later["b"]]
     assert algo.advantage("rae", rewards, agents=agents) == pytest.approx(expected)
-    credit, baselines = Rae().follow(scores_of(rewards[:2], agents=agents[:2]))
+    credit, baselines = Rae().follow(outcomes_of(rewards[:2], agents=agents[:2]))
     handed = dict(zip("ab", baselines.tolist(), strict=True))
     rest = algo.advantage("rae", rewards[2:], agents=agents[2:], baselines=handed)
     assert [*credit.tolist(), *rest] == pytest.approx(expected)
@@ -226,21 +234,37 @@ def test_bad_rewards_and_options_are_refused() -> None:
         algo.advantage("gdpo", [[1.0], [1.0, 2.0]])
     with pytest.raises(DataError, match="1 weights for 2 rewards"):
         algo.advantage("gdpo", [[1.0, 2.0]], weights=(1.0,))
+    with pytest.raises(DataError, match="fewer than 0 tokens"):
+        algo.advantage("opo", [1.0, 0.0], lengths=[-1, 2])
+    with pytest.raises(DataError, match="not whole numbers"):
+        algo.advantage("opo", [1.0, 0.0], lengths=[math.nan, 2])
+    with pytest.raises(DataError, match="groups is 3, which is no list"):
+        algo.advantage("grpo", [1.0, 0.0], groups=3)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="not numbers"):
+        algo.advantage("grpo", ["1", "0"])
+
+
+def test_arrays_and_labels_of_any_kind_are_taken() -> None:
+    expected = algo.advantage("grpo", [1, 0, 2], groups=[0, 0, 1])
+    assert algo.advantage("grpo", np.array([1, 0, 2]), groups=["a", "a", None]) == expected  # type: ignore[arg-type]
+    assert algo.advantage("grpo", iter([1, 0, 2]), groups=np.array([7, 7, 3])) == expected  # type: ignore[arg-type]
+    parts = [[1.0, 0.0], [0.0, 0.5]]
+    assert algo.advantage("gdpo", np.array(parts)) == algo.advantage("gdpo", parts)  # type: ignore[arg-type]
 
 
 def test_overlong_answers_lose_gradually() -> None:
-    scores = scores_of([1.0] * 4 + [None], lengths=[50, 80, 90, 200, 90])
-    shaped = Overlong(max_tokens=100, buffer=20, penalty=0.5)(scores)
+    outcomes = outcomes_of([1.0] * 4 + [None], lengths=[50, 80, 90, 200, 90])
+    shaped = Overlong(max_tokens=100, buffer=20, penalty=0.5)(outcomes)
     np.testing.assert_allclose(shaped, [1.0, 1.0, 0.75, 0.5, np.nan])
 
 
 def test_short_right_answers_gain_and_long_wrong_ones_lose() -> None:
-    scores = scores_of([1.0, 1.0, 0.0, 0.0, 1.0], groups=[0, 0, 0, 0, 1], lengths=[10, 30, 10, 30, 5])
-    np.testing.assert_allclose(Length()(scores), [1.5, 0.5, 0.0, -0.5, 1.0])
+    outcomes = outcomes_of([1.0, 1.0, 0.0, 0.0, 1.0], groups=[0, 0, 0, 0, 1], lengths=[10, 30, 10, 30, 5])
+    np.testing.assert_allclose(Length()(outcomes), [1.5, 0.5, 0.0, -0.5, 1.0])
 
 
 def test_credit_shapes_rewards_before_it_compares_them() -> None:
     table = {"advantage": "rloo", "shaping": [{"kind": "overlong", "max_tokens": 100, "buffer": 50}]}
     config = AlgoConfig.model_validate(table)
-    credit = config.credit(scores_of([1.0, 1.0], lengths=[10, 100]))
+    credit = config.credit(outcomes_of([1.0, 1.0], lengths=[10, 100]))
     assert credit.tolist() == [1.0, -1.0]

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from headrace.algo.advantages import AnyAdvantage
 from headrace.algo.bundles import BUNDLES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
+from headrace.algo.registry import rows
 from headrace.config import validate
 from headrace.errors import ConfigError
 
@@ -124,5 +126,43 @@ def test_what_cannot_work_is_refused_with_its_remedy(text: str, problem: str, re
 def test_objective_says_what_it_reads(tree: dict[str, Any], columns: set[str]) -> None:
     objective = Objective.build(AlgoConfig.model_validate(tree))
     assert objective.columns == columns
-    flags = (objective.needs_old, objective.needs_ref, objective.needs_entropy, objective.needs_pairs)
-    assert flags == ("selected" in columns, "log_ref" in columns, "entropy" in columns, "pairs" in columns)
+    assert objective.selects == ("selected" in columns)
+
+
+@pytest.mark.parametrize("correction", [None, "none", "opsm", ["outlier"], "tis", "loglinear", "geometric_rejection"])
+def test_engine_as_old_policy_leaves_nothing_to_a_correction(correction: Any) -> None:
+    tree = {"old": "engine", "loss": "grpo"} | ({} if correction is None else {"correction": correction})
+    if correction in (None, "none", "opsm"):
+        config = validate(AlgoConfig, tree)
+        assert config.corrected
+        assert [part.kind for part in config.correction] == (["opsm"] if correction == "opsm" else [])
+        assert Objective.build(config).old == "engine"
+        return
+    with pytest.raises(ConfigError, match="twice"):
+        validate(AlgoConfig, tree)
+
+
+def test_advantages_say_which_of_them_a_run_cannot_use() -> None:
+    assert [name for name, kind in rows(AnyAdvantage).items() if kind.stateful] == ["rae"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"correction": {"kind": "icepop", "low": 5.0, "high": 0.5}}, "low=5.0 and high=0.5"),
+        ({"correction": {"kind": "outlier", "low": 200.0}}, "low=200.0"),
+        ({"correction": {"kind": "geometric_rejection", "low": 1.5}}, "low=1.5"),
+        ({"shaping": [{"kind": "overlong", "max_tokens": 10, "buffer": 20}]}, "buffer=20 above max_tokens=10"),
+        ({"loss": {"kind": "grpo", "kl": "k1"}}, "kl='k1' has no effect without kl_coef > 0"),
+        ({"loss": {"kind": "grpo", "unbiased_kl": True}}, "unbiased_kl=True has no effect"),
+        ({"loss": {"kind": "cispo", "clip_low": 0.5}}, "clip_low=0.5 has no effect without two_sided"),
+        ({"loss": {"kind": "distill", "beta": 0.3}}, "beta=0.3 has no effect"),
+        ({"loss": "GRPO"}, "'GRPO' does not exist"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(AlgoConfig, tree)
+    assert problem in caught.value.problem
+    if tree.get("loss") == "GRPO":
+        assert "did you mean 'grpo'" in caught.value.remedy

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace import algo
 from headrace.algo.check import check_loss
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.distill import Distill
@@ -16,6 +17,7 @@ from tests.algo.batches import LOSSES, batch, groups, sequences
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("grpo", {"clip_low": 0.1, "clip_high": 0.4, "dual_clip": 2.0}),
+    ("grpo", {"ratio_cap": 1.1}),
     ("grpo", {"ratio_cap": 1.5}),
     ("grpo", {"ratio_cap": 4.0, "dual_clip": 3.0}),
     ("dapo", {"clip_high": 0.5}),
@@ -107,7 +109,7 @@ def test_entropy_bonus_reaches_the_entropies() -> None:
 def test_distillation_measures_the_whole_distribution(divergence: str) -> None:
     torch.manual_seed(0)
     log_pi, log_nu = (torch.randn(4, 9, dtype=torch.float64).log_softmax(1) for _ in range(2))
-    beta = 0.3
+    beta = 0.3 if divergence == "jsd" else 0.5
     loss = Distill(divergence=divergence, beta=beta)  # type: ignore[arg-type]
     inputs = batch(seed=0, num_samples=2, length=2)
     taken = log_nu.topk(4).indices
@@ -131,6 +133,35 @@ def test_distillation_of_a_teacher_by_itself_is_zero() -> None:
     for divergence in ("forward", "reverse", "jsd"):
         tokens = Distill(divergence=divergence)(same).tokens_N
         torch.testing.assert_close(tokens, torch.zeros_like(tokens))
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("advantages", [[0.1] * 3, [1.0, -1.0, 1.0]])
+def test_tokens_that_would_not_lower_the_entropy_are_not_chosen(name: str, advantages: list[float]) -> None:
+    """Neither for lack of another, nor by rounding."""
+    log_pi = -0.1 * torch.tensor([[7.0, 5.0], [1.0, 2.0], [6.0, 7.0]])
+    given: dict[str, Any] = {"log_pi": log_pi, "log_old": log_pi + 0.3, "mask": torch.ones(3, 2)}
+    out = algo.loss(name, **given, advantages=advantages, reduction="token_mean", fraction=0.5)
+    plain = algo.loss("grpo", **given, advantages=advantages, reduction="token_mean", clip_low=1.0, clip_high=9.0)
+    if name == "kl_cov":
+        assert out.loss == plain.loss
+    else:
+        assert torch.equal(out.tokens, algo.loss("grpo", **given, advantages=advantages).tokens)
+
+
+def test_pair_that_lost_a_side_is_dropped_and_counted() -> None:
+    log_pi = -torch.tensor([[1.0, 2.0], [1.5, 1.0], [0.5, 2.0], [3.0, 1.0]], dtype=torch.float64)
+    log_mu = log_pi.clone()
+    log_mu[1] = torch.nan
+    given: dict[str, Any] = {"log_ref": log_pi - 0.5, "advantages": [1, -1, 1, -1], "mask": torch.ones(4, 2)}
+    leaf = log_pi.clone().requires_grad_()
+    out = algo.loss("dpo", log_pi=leaf, log_mu=log_mu, **given)
+    out.loss.backward()
+    assert float(out.metrics["dpo_dropped"]) == 0.5
+    assert not out.tokens[:2].any()
+    assert leaf.grad is not None
+    assert not leaf.grad[:2].any()
+    assert leaf.grad[2:].all()
 
 
 def test_groups_of_the_batch_are_pairs() -> None:

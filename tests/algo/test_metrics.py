@@ -1,5 +1,6 @@
 """What is reported about the distance between what sampled and what is trained."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ def test_distance_from_the_sampling_policy_is_split_by_cause() -> None:
     stale = [t["now"] > t["version"] for t in rows]
     by_cause = {"mismatch": [not old for old in stale], "stale": stale, "kl_mu": [True] * len(rows)}
     k1 = {
-        name: [t["mu"] - t["pi"] for t, mine in zip(rows, picked, strict=True) if mine]
+        name: [t["mu"] - t["pi" if name == "kl_mu" else "old"] for t, mine in zip(rows, picked, strict=True) if mine]
         for name, picked in by_cause.items()
     }
     for name, values in k1.items():
@@ -37,7 +38,33 @@ def test_effective_sample_size_and_chi_squared() -> None:
     metrics = measured()
     w = torch.tensor([t["pi"] - t["mu"] for s in sequences(batch(0)) for t in s]).exp().double()
     assert metrics["ess"] == pytest.approx(float(w.sum() ** 2 / (len(w) * (w**2).sum())))
-    assert metrics["chi2"] == pytest.approx(float((w**2).mean() - 1))
+    assert metrics["chi2"] == pytest.approx(float((w**2).mean() / w.mean() ** 2 - 1))
+
+
+def test_staleness_is_told_only_beside_a_mismatch() -> None:
+    given = {"log_pi": -torch.ones(1, 2), "log_old": -torch.ones(1, 2), "log_mu": -1.2 * torch.ones(1, 2)}
+    both, stale = (
+        means(algo.loss("grpo", **given, advantages=[1.0], mask=[[1, 1]], versions=[ages], version_now=3).metrics)
+        for ages in ([3, 1], [2, 1])
+    )
+    assert both["staleness_k1"] == pytest.approx(0.0)
+    assert "stale_k1" in stale
+    assert "staleness_k1" not in stale
+
+
+def test_mismatch_is_the_learners_and_not_that_of_the_step() -> None:
+    log_pi = -torch.ones(1, 2)
+    out = algo.loss("grpo", log_pi=log_pi, log_old=log_pi - 0.1, log_mu=log_pi - 0.1, advantages=[1.0], mask=[[1, 1]])
+    assert float(out.metrics["mismatch_k1"]) == 0
+    assert float(out.metrics["kl_mu_k1"]) == pytest.approx(-0.1)
+
+
+def test_every_metric_of_a_notebook_is_a_number() -> None:
+    out = algo.loss("grpo", log_pi=-torch.ones(1, 2), log_old=-torch.ones(1, 2), advantages=[1.0], mask=[[0, 0]])
+    assert math.isnan(float(out.metrics["clip_frac"]))
+    full = algo.loss("grpo", log_pi=-torch.ones(1, 2), log_old=-torch.ones(1, 2), advantages=[1.0], mask=[[1, 1]])
+    assert (float(full.metrics["ess"]), float(full.metrics["chi2"])) == (1.0, 0.0)
+    assert all(isinstance(float(metric), float) for metric in full.metrics.values())
 
 
 def test_clip_fraction_is_told_by_age() -> None:

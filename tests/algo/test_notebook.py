@@ -125,6 +125,26 @@ def test_every_loss_runs_from_a_notebook() -> None:
         ({"name": "grpo", "groups": [1]}, "groups has 1 rows", "one per sequence"),
         ({"name": "grpo", "clip_low": 2.0}, "clip_low=2.0", ""),
         ({"name": "distill"}, "'top_k'", "teacher"),
+        ({"name": None}, "loss None is no name", "name one of"),
+        ({"name": "GRPO"}, "'GRPO' does not exist", "did you mean 'grpo'"),
+        ({"name": "grpo", "correction": 3}, "correction 3 is no name", "give a name"),
+        ({"name": "grpo", "correction": [None]}, "correction None is no name", "name one of"),
+        ({"name": "grpo", "advantages": None}, "advantages is missing", "give advantages"),
+        ({"name": "ce", "mask": None}, "mask is missing", "give mask"),
+        ({"name": "ce", "mask": [[0.5] * 3] * 2}, "mask has entries other than 0 and 1", "give 1"),
+        ({"name": "ce", "mask": [[1, 1], [1]]}, "mask is no table of numbers", "give mask"),
+        ({"name": "ce", "log_pi": torch.zeros(2, 2, 2)}, "log_pi has shape (2, 2, 2)", "[B, T]"),
+        ({"name": "ce", "log_pi": "no"}, "log_pi is no table of numbers", "give log_pi"),
+        (
+            {"name": "ipo", "correction": "opsm", "delta": 0.3, "log_mu": MU},
+            "'delta' may be meant for loss 'ipo' and correction 'opsm'",
+            "as a table",
+        ),
+        (
+            {"name": "grpo", "correction": {"kind": "tis", "cap": 3.0}, "cap": 2.0, "log_mu": MU},
+            "'cap' is given twice: by itself, and for correction 'tis'",
+            "give it once",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_remedy(arguments: dict[str, Any], problem: str, remedy: str) -> None:
@@ -135,5 +155,34 @@ def test_what_cannot_work_is_refused_with_its_remedy(arguments: dict[str, Any], 
 
 
 def test_unknown_divergence_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kl 'k4' does not exist"):
-        algo.kl("k4", LOG_PI, OLD)  # type: ignore[arg-type]
+    for name in ("k4", None):
+        with pytest.raises(ConfigError, match=f"kl {name!r} does not exist"):
+            algo.kl(name, LOG_PI, OLD)  # type: ignore[arg-type]
+
+
+def test_option_goes_where_no_table_sets_it() -> None:
+    table = {"kind": "opsm", "delta": 0.5}
+    out = algo.loss("ipo", **GIVEN, log_mu=MU, correction=table, delta=0.02)
+    alone = algo.loss("ipo", **GIVEN, log_mu=MU, correction={"kind": "opsm", "delta": 0.5})
+    assert out.loss != alone.loss
+
+
+def test_lists_and_arrays_are_columns_too() -> None:
+    lists = {key: torch.as_tensor(value).tolist() for key, value in GIVEN.items()}
+    arrays = {key: torch.as_tensor(value).numpy() for key, value in GIVEN.items()}
+    expected = algo.loss("grpo", **GIVEN).loss
+    assert algo.loss("grpo", **lists).loss == algo.loss("grpo", **arrays).loss == expected
+    assert algo.kl("k1", [-1.0], [-2.0]).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("groups", [[-1, 10**9], ["a", None], [("x", 1), 2], torch.tensor([5, 3])])
+def test_groups_are_labels_of_any_kind(groups: Any) -> None:
+    plain = algo.loss("grpo", **GIVEN, groups=[0, 1], reduction="prompt_mean").loss
+    assert algo.loss("grpo", **GIVEN, groups=groups, reduction="prompt_mean").loss == plain
+
+
+def test_columns_are_not_rounded_to_half_precision() -> None:
+    half = {"log_pi": torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16), "mask": [[1, 1]], "advantages": [1 / 3]}
+    wide = {**half, "log_pi": half["log_pi"].float()}  # type: ignore[union-attr]
+    old = torch.tensor([[-1.003, -2.003]])
+    assert torch.equal(algo.loss("grpo", **half, log_old=old).tokens, algo.loss("grpo", **wide, log_old=old).tokens)

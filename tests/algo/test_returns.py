@@ -38,6 +38,14 @@ def test_observations_and_padding_are_no_steps() -> None:
     assert not wide.returns[~mask].any()
 
 
+def test_whole_numbers_and_lists_give_floats() -> None:
+    expected = algo.gae(torch.tensor([1.0, 2.0, 3.0]), torch.ones(3), torch.ones(3), 0.5)
+    for rewards, values in (([1, 2, 3], [1, 1, 1]), (torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))):
+        assert torch.equal(algo.gae(rewards, values, [1, 1, 1], 0.5).advantages, expected.advantages)
+    with pytest.raises(ConfigError, match="mask is missing"):
+        algo.gae([1.0], [1.0], None)
+
+
 def test_sequences_of_a_batch_do_not_meet() -> None:
     rewards, values = normal(2, 5), normal(5, 2).T
     mask = torch.tensor([[1, 1, 0, 1, 1], [0, 1, 1, 0, 0]])

@@ -14,6 +14,8 @@ import pytest
 
 import headrace as library
 from headrace.cli import main
+from headrace.cli.output import complain
+from headrace.errors import RunError
 from tests.session.runs import headrace, make_run, tiny_model
 
 
@@ -167,3 +169,11 @@ def test_what_a_part_says_of_its_failure_reaches_the_user(tmp_path: Path, model_
     assert said.stderr.startswith("error: model.path=")
     assert "cannot be loaded: SafetensorError" in said.stderr
     assert "remedy: give the directory of a Hugging Face causal language model" in said.stderr
+
+
+def test_escape_sequences_of_a_cause_never_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    complain(RunError("a reward failed: \x1b[2Jgone\nloops: \x07", remedy="mend it\x1b]0;title"))
+    err = capsys.readouterr().err
+    assert "\x07" not in err
+    assert not {"\x1b[2J", "\x1b]0;"} & {part for part in ("\x1b[2J", "\x1b]0;") if part in err}
+    assert "\\x1b[2Jgone\nloops: \\x07" in err

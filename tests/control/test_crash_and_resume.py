@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from headrace.clock import run_virtual
 from headrace.control.recovery import StartingPoint, starting_point
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
 from headrace.types.batch import Batch
@@ -223,3 +224,18 @@ def test_run_without_a_snapshot_begins_at_step_zero(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(400))
 def test_every_group_is_trained_once_in_a_long_soak_of_crashes(tmp_path: Path, seed: int) -> None:
     test_every_group_is_trained_once_whenever_the_run_crashes(tmp_path, seed + 1000)
+
+
+def test_run_that_holds_old_tokens_says_which_bound_lets_it_go_on(tmp_path: Path) -> None:
+    plan = Plan(run_dir=tmp_path, steps=12, flow={"max_age": 3})
+    live(plan, crash_at=6.0)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        live(replace(plan, flow={"max_age": 0}))
+    error = first_cause(caught.value)
+    assert isinstance(error, ConfigError)
+    needed = int(error.remedy.split(">= ")[1].split(",")[0])
+    assert 0 < needed <= 3
+    if needed > 1:
+        with pytest.raises(BaseExceptionGroup):
+            live(replace(plan, flow={"max_age": needed - 1}))
+    assert live(replace(plan, flow={"max_age": needed})).summary.status == "finished"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import DeadlineError, HeadraceError, RunError, WeightsError
+from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, PartChannel, address
 from headrace.launch.clients.peer import Peer
 from headrace.types.messages import controller, engine
@@ -45,9 +45,11 @@ class Line:
 
 
 @asynccontextmanager
-async def line() -> AsyncIterator[Line]:
+async def line(*, greeted: bool = True) -> AsyncIterator[Line]:
     with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
         made = Line(Path(directory))
+        if greeted:
+            made.peer.ready.set_result(Ready(token=TOKEN, pid=1, facts={}))
         try:
             async with asyncio.timeout(20):
                 yield made
@@ -104,7 +106,7 @@ def test_a_failure_reaches_who_asked_as_the_error_it_was() -> None:
             at.theirs.send(Failure(call=call, kind="WeightsError", problem="torn", remedy="again"))
             with pytest.raises(WeightsError, match="torn"):
                 await at.peer.answer(future, "stage", 5.0)
-            at.theirs.send(Failure(call=None, kind="no such error", problem="gone", remedy="restart"))
+            at.theirs.send(Failure(call=None, kind="annotations", problem="gone", remedy="restart"))
             await at.peer.spoke.wait()
             assert type(at.peer.last_words) is RunError
             listening.cancel()
@@ -142,7 +144,7 @@ def test_no_bytes_whatever_do_more_than_be_refused(data: bytes) -> None:
 
 def test_a_process_without_the_token_of_the_run_is_refused() -> None:
     async def main() -> None:
-        async with line() as at:
+        async with line(greeted=False) as at:
             at.theirs.send(Ready(token="a guess", pid=1, facts={}))
             await at.peer.listen()
 
@@ -173,34 +175,49 @@ def test_an_answer_that_does_not_come_is_told_by_part_and_order() -> None:
     assert error.problem == "engine has not answered for 0.01 s: stage version 3"
 
 
-def test_a_part_that_does_not_read_is_told_apart_from_a_queue_without_end() -> None:
+def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error() -> None:
     async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
             ours = ControllerChannel(Path(directory), "engine", controller.Message)
             try:
                 ours.send(Shutdown())  # nobody is there
+                theirs = PartChannel(Path(directory), "engine", engine.Message)
+                try:
+                    assert await asyncio.to_thread(theirs.receive, 5.0) == [Shutdown()]
+                finally:
+                    theirs.close()
+                for _ in range(20):
+                    ours.send(Shutdown())
+                    await asyncio.sleep(0.01)
             finally:
                 ours.close()
 
-    assert refused(main()).problem.startswith("engine has not read")
+    asyncio.run(main())
 
 
-def test_an_order_to_a_process_that_has_just_ended_leaves_the_word_to_who_watches_it() -> None:
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+def test_a_part_that_does_not_read_is_told_apart_from_a_queue_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_QUEUED", 10)
 
     async def main() -> None:
-        async with line() as at, asyncio.TaskGroup() as group:
-            listening = group.create_task(at.peer.listen())
-            at.theirs.send(Ready(token=TOKEN, pid=gone.pid, facts={}))
-            await at.peer.ready
-            at.theirs.close()
-            for _ in range(20):  # the first ones may still reach the closing socket
-                at.peer.send(Shutdown())
-                await asyncio.sleep(0.01)
-            listening.cancel()
+        with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
+            ours = ControllerChannel(Path(directory), "engine", controller.Message)
+            try:
+                for _ in range(11):
+                    ours.send(Shutdown())
+            finally:
+                ours.close()
 
-    asyncio.run(main())
+    assert refused(main()).problem == "engine has not read its last 10 messages"
+
+
+def test_nothing_is_believed_of_a_process_that_has_not_shown_the_token() -> None:
+    async def main() -> None:
+        async with line(greeted=False) as at:
+            at.peer.expect(at.peer.next_call(), Staged)
+            at.theirs.send(Staged(call=0, version=1, seconds=0.0))
+            await at.peer.listen()
+
+    assert refused(main()).problem == "engine sent a Staged before it proved to be of this run"
 
 
 def test_sockets_in_a_directory_with_too_long_a_name_are_refused_with_a_remedy(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from headrace.errors import EnvError
 from headrace.launch.clients.scorer import MAX_DEATHS
+from headrace.launch.hosts import SPOKE
 from headrace.scoring import Scores
 from tests.launch.workers import crew, is_alive, task
 
@@ -30,6 +31,10 @@ DEEDS = """
             case "spin":  # never lets go of the interpreter's lock
                 re.match(r"(a|a)*$", "a" * 64 + "b")
             case "exit":
+                os._exit(int(detail or 7))
+            case "parent":
+                child = subprocess.Popen(["sleep", "1000"])
+                (here / "grandchild").write_text(str(child.pid))
                 os._exit(7)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -40,6 +45,10 @@ DEEDS = """
             case "shout":
                 print("x" * 1_000_000)
                 sys.stderr.write("y" * 1_000_000)
+            case "compute":
+                until = time.thread_time() + float(detail)
+                while time.thread_time() < until:
+                    pass
             case "slow":
                 time.sleep(float(detail))
             case "together":  # stays until somebody else has come
@@ -75,6 +84,34 @@ def test_a_reward_that_never_lets_other_code_run_is_ended_too(tmp_path: Path) ->
             assert spinning.failure == "reward_timeout: no reward for 1 s"
             assert await at.score("slow 0") == [ONE]
 
+
+def test_a_reward_that_keeps_all_others_from_returning_costs_its_own_episode_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=1.0) as at:
+            *before, spinning, after = await at.score(*["slow 0.3"] * 4, "spin", "slow 0.3")
+            assert spinning.failure == "reward_timeout: no reward for 1 s"
+            assert [*before, after] == [ONE] * 5
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at:
+            assert await at.score(*["slow 0.4"] * 32 * 3) == [ONE] * 96  # 16 at once: six turns
+            assert at.warnings == []
+
+    asyncio.run(main())
+
+
+def test_calls_that_are_late_because_they_compute_together_are_made_again_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=0.6) as at:
+            assert await at.score(*["compute 0.2"] * 5) == [ONE] * 5
+            assert len(at.children) > 1
+
+    asyncio.run(main())
+
     asyncio.run(main())
 
 
@@ -97,10 +134,41 @@ def test_a_reward_that_kills_its_process_is_tried_again_and_then_counted(tmp_pat
     async def main() -> None:
         async with crew(tmp_path, DEEDS) as at:
             crashed, *others = await at.score("killed", *["slow 0.3"] * 4)
-            assert crashed == Scores(rewards=(), failure="reward_crashed: the process that computed it died, 3 times")
+            assert crashed == Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
             assert others == [ONE] * 4
-            assert len(at.children) == 4
+            assert len(at.children) == 5
             assert sum("was killed by SIGKILL" in warning for warning in at.warnings) == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("code", [1, SPOKE])
+def test_a_reward_that_exits_costs_its_own_episode_whatever_its_exit_code(tmp_path: Path, code: int) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, num_workers=2) as at:
+            deeds = [f"exit {code}" if number in {7, 19} else "slow 0.05" for number in range(40)]
+            for deed, scores in zip(deeds, await at.score(*deeds), strict=True):
+                assert scores.failure.startswith("reward_crashed") if deed.startswith("exit") else scores == ONE
+
+    asyncio.run(main())
+
+
+def test_what_a_worker_started_does_not_outlive_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            (crashed,) = await at.score("parent")
+            assert crashed.failure.startswith("reward_crashed")
+            while is_alive(int((tmp_path / "grandchild").read_text())):
+                pass  # the signal is on its way
+
+    asyncio.run(main())
+
+
+def test_a_row_that_cannot_travel_is_a_failure(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            (scores,) = await at.score("\ud800")
+            assert scores.failure.startswith("reward_error: the row cannot travel: UnicodeEncodeError")
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ import psutil
 
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Site
-from headrace.launch.clients import ScorerPool
+from headrace.launch.clients import ScorerPool, Terms
 from headrace.launch.clients.peer import Peer
 from headrace.launch.starts import ScorerStart, Start
 from headrace.scoring import Scores
@@ -74,9 +74,7 @@ async def crew(tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: fl
 
         pool = ScorerPool(
             start_worker,
-            num_workers=num_workers,
-            concurrency=32,
-            timeout_s=timeout_s,
+            Terms(num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=60.0),
             warn=lambda text: made.warnings.append(text),  # noqa: PLW0108 - made comes later
         )
         made = Crew(pool=pool)

@@ -283,7 +283,7 @@ class Likeliest:
 
     reduction: ClassVar[str] = "token_mean"
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         return frozenset({"selected"})
 
     def corrects(self) -> bool:
@@ -317,7 +317,7 @@ class Failing(Likeliest):
 
     calls: ClassVar[list[int]] = []
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         return frozenset()
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
@@ -334,3 +334,31 @@ def test_failure_between_microbatches_leaves_no_gradient(setup):
         learner.forward_backward(random_batch())
     assert len(Failing.calls) == 2
     assert gradients(learner) == {}
+
+
+def test_clipping_acts_where_the_engine_is_the_old_policy(setup):
+    """One update per batch: against the learner before it, every ratio is 1 and no clip acts."""
+    batch = random_batch()
+    tables = [{"loss": {"kind": "grpo", "clip_high": high}} for high in (0.01, 0.5)]
+    learner_s, engine_s = (
+        [replace(setup, algo={**table, "old": old}).learner() for table in tables] for old in ("learner", "engine")
+    )
+    metrics = {one: one.forward_backward(batch).metrics for one in (*learner_s, *engine_s)}
+    assert metrics[learner_s[0]]["clip_frac"] == metrics[learner_s[1]]["clip_frac"] == 0
+    assert_close(gradients(learner_s[0]), gradients(learner_s[1]))
+    tight, wide = (metrics[one]["clip_frac"] for one in engine_s)
+    assert tight > wide > 0
+    assert any(not torch.equal(gradients(engine_s[0])[name], grad) for name, grad in gradients(engine_s[1]).items())
+    assert metrics[engine_s[0]]["mismatch_kl"] == metrics[learner_s[0]]["mismatch_kl"]
+    assert metrics[engine_s[0]]["mismatch_k3"] == pytest.approx(metrics[learner_s[0]]["mismatch_k3"])
+
+
+def test_engine_as_old_policy_has_the_gradient_of_its_ratio(setup):
+    """−A·∇r with r = π/μ where nothing is clipped: the gradient of reinforce against μ, whose weight is r too."""
+    batch = random_batch()
+    wide = {"kind": "grpo", "clip_low": 1.0, "clip_high": 1e9}
+    ours = replace(setup, algo={"loss": wide, "old": "engine", "reduction": "token_mean"}).learner()
+    theirs = replace(setup, algo={"loss": {"kind": "reinforce", "ratio_cap": 1e9}}).learner()
+    ours.forward_backward(batch)
+    theirs.forward_backward(batch)
+    assert_close(gradients(ours), gradients(theirs))

@@ -94,10 +94,17 @@ def test_seeds_of_a_run_differ_and_never_change() -> None:
 
 
 def test_refused_request_is_a_failed_episode_with_its_cause() -> None:
-    episode = run(Scripted(chunk(7, version=0), RequestError("prompt of 9 tokens: too long", remedy="shorten it")))
+    episode = run(Scripted(RequestError("prompt of 9 tokens: too long", remedy="shorten it")))
     assert episode.status is EpisodeStatus.FAILED
     assert episode.cause == "request_refused: prompt of 9 tokens: too long"
-    assert episode.turns == []
+    assert episode.num_sampled == 0
+
+
+def test_tokens_that_came_before_a_failure_stay_with_the_episode() -> None:
+    episode = run(Scripted(chunk(7, 8, version=2), RequestError("its logits are not finite", remedy="look at them")))
+    assert episode.status is EpisodeStatus.FAILED
+    assert episode.cause == "engine_failed: its logits are not finite"
+    assert (episode.num_sampled, episode.versions()) == (2, (2, 2))
 
 
 def test_what_an_environment_raises_fails_its_own_episode_only() -> None:

@@ -168,6 +168,26 @@ def test_a_reward_that_raises_is_a_failure_with_file_and_line(
     assert scored(reward) == Scores(rewards=(), failure=f"reward_error: {failure}")
 
 
+@pytest.mark.parametrize("head", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        ("ValueError('file \\udc80 is missing')", "ValueError: file ? is missing at my_reward.py:5"),
+        ("Silent()", "Silent, which cannot be printed"),
+    ],
+)
+def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(
+    load: Load, head: str, error: str, failure: str
+) -> None:
+    reward = load(f"""
+        class Silent(Exception):
+            def __str__(self): raise RuntimeError("no words")
+        {head} reward(completion):
+            raise {error}
+    """)
+    assert scored(reward) == Scores(rewards=(), failure=f"reward_error: {failure}")
+
+
 def test_a_stop_iteration_is_a_failure_and_not_a_call_that_never_returns(load: Load) -> None:
     reward = load("def reward(completion): return next(iter([]))")
     assert scored(reward).failure == "reward_error: StopIteration at my_reward.py:1"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from headrace.algo.advantages import Scores
+from headrace.algo.advantages import Outcomes
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.engine.native import NativeEngine
@@ -93,7 +93,7 @@ class SerialLoop:
         sampled = self._sample(keys, prompts)
         rewards = [small_digits(self._text(tokens)) for tokens in sampled]
         credit = self.config.algo.credit(
-            Scores(
+            Outcomes(
                 rewards_E=np.array(rewards),
                 groups_E=np.array([key.group for key in keys]),
                 lengths_E=np.array([len(tokens) for tokens in sampled]),

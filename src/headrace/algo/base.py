@@ -18,18 +18,24 @@ Shape legend: N tokens of the samples one after the other; S samples; P parts th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selected", "pairs", "top_k"]
-"""What a formula may ask for beyond log π, advantages, mask and versions."""
+"""What a formula may read beyond log π, advantages and mask."""
 
 Anchor = Literal["old", "mu"]
-"""The policy that a ratio is taken against: the learner before this step, or what sampled the token."""
+"""The policy that a ratio is taken against: π_old, or what sampled the token."""
+
+Old = Literal["learner", "engine"]
+"""Who is π_old in a run: the learner before this step's update, or what sampled the token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,7 @@ class LossInputs:
     log_pi_N: Tensor
     """log π under the weights that are being trained; carries the gradient."""
     log_old_N: Tensor
-    """log π_old: the learner's weights before this step's update; no gradient."""
+    """log π_old: the learner's weights before this step's update, or μ where ``algo.old = "engine"``; no gradient."""
     log_mu_N: Tensor
     """log μ as the engine recorded it; no gradient."""
     advantages_N: Tensor
@@ -89,13 +95,13 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A metric that adds up exactly over micro-batches and ranks: total / count."""
+    """A metric that adds up exactly over micro-batches and ranks: total / count; NaN where nothing was counted."""
 
-    total: Tensor
+    total: Tensor | float
     count: Tensor | float
 
     def __float__(self) -> float:
-        return float(self.total) / float(self.count)
+        return float(self.total) / float(self.count) if self.count else math.nan
 
 
 Metrics = Mapping[str, Ratio]
@@ -126,12 +132,12 @@ class Factor:
 class Part(Protocol):
     """What losses and corrections have in common."""
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """The columns it reads beyond the ones that are always there."""
         ...
 
     def select(self, whole: LossInputs) -> Tensor:
-        """The tokens (N, bool) it chooses from the whole batch; asked only of parts that need ``"selected"``."""
+        """The tokens (N, bool) it chooses from the whole batch; asked only of parts that read ``"selected"``."""
         ...
 
 
@@ -178,9 +184,9 @@ class BatchLayout:
     samples_N: Tensor
     """int64, from 0."""
     episodes_S: Tensor
-    """int64, from 0: the rollout of each sample; several samples of one rollout count once."""
+    """int64: the rollout of each sample; several samples of one rollout count once."""
     groups_S: Tensor
-    """int64, from 0: the prompt of each sample."""
+    """int64: the prompt of each sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +216,19 @@ class LossOutput:
     tokens: Tensor
     """Corrected loss of each token in the shape of the inputs, 0 outside the mask; no gradient."""
     metrics: dict[str, Ratio]
+
+
+def tensor_of(name: str, value: Any) -> Tensor:
+    """``value`` (a tensor, an array, numbers in lists) as a tensor; :class:`ConfigError` for anything else."""
+    import torch
+
+    if value is None:
+        raise ConfigError(f"{name} is missing", remedy=f"give {name}")
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        words = str(error).splitlines()[0]
+        raise ConfigError(f"{name} is no table of numbers: {words}", remedy=f"give {name} as a tensor") from None
 
 
 def log_ratio(log_p: Tensor, log_q: Tensor, limit: float = 20.0) -> Tensor:

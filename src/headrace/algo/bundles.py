@@ -17,7 +17,7 @@ _GEOMETRIC = [{"kind": "sequence_tis", "level": "geometric"}]
 BUNDLES: dict[str, Tree] = {
     "grpo": {"advantage": _STD, "loss": {"kind": "grpo"}},
     "dapo": {"advantage": _STD, "loss": {"kind": "dapo"}},
-    "dr_grpo": {"advantage": _MEAN, "loss": {"kind": "dr_grpo"}},
+    "dr_grpo": {"advantage": _MEAN, "loss": {"kind": "dr_grpo"}, "reduction": {"kind": "constant", "normalizer": 1.0}},
     "gspo": {
         "advantage": _STD,
         "loss": {"kind": "gspo"},
@@ -60,7 +60,9 @@ BUNDLES: dict[str, Tree] = {
     "sft": {"loss": {"kind": "ce"}},
     "dpo": {"advantage": _MEAN, "loss": {"kind": "dpo"}},
 }
-"""What a bundle leaves out is what its loss decides: the reduction of its paper, and ``tis`` unless it anchors to μ."""
+"""``dr_grpo`` wants ``reduction.normalizer`` set to the longest answer allowed.
+
+What a bundle leaves out is what its loss decides: the reduction of its paper, and ``tis`` unless it anchors to μ."""
 
 
 def expand(tree: Tree) -> Tree:

@@ -5,20 +5,26 @@ Shape legend: S samples of T positions, N = S·T tokens, K entries of a teacher'
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from headrace.algo.base import LossInputs
+from headrace.algo.base import Column, LossInputs
 from headrace.algo.config import AlgoConfig
-from headrace.algo.losses.custom import Custom, load
+from headrace.algo.losses.custom import Custom
+from headrace.algo.notebook import with_options
 from headrace.algo.objective import Objective
 from headrace.algo.registry import named
 from headrace.config import Section, validate
+from headrace.config.user_code import where
+from headrace.errors import HeadraceError
 
 STEP = 1e-6
 """Of finite differences, in float64."""
@@ -57,22 +63,44 @@ class LossReport:
         return "\n".join([f"{self.ref} {'keeps' if self.ok else 'breaks'} the contract", *rows])
 
 
-def check_loss(ref: str | Section, seed: int = 0) -> LossReport:
+REMEDIES = {
+    "one value per token": "return a tensor shaped like inputs.log_pi_N, without any mean or sum over tokens",
+    "values are finite": "look for divisions and logarithms of 0",
+    "the gradient is not zero everywhere": "let log_pi_N (or a ratio of it) enter the value without detach",
+    "the gradient is the derivative of the value": "look for a backward pass of its own that is not the value's",
+    "the order of samples changes nothing": "tell samples apart by samples_N, not by where they stand",
+    "cutting the batch changes nothing": "leave means and counts over the batch to the reduction; sum within samples "
+    "by inputs.sum_S and inputs.mean_S",
+    "what is outside the mask has no influence": "sum by inputs.sum_S, or multiply by mask_N first",
+    "ratios far off stay finite": "take ratios by inputs.log_ratio_N or headrace.algo.base.log_ratio, which clamp",
+    "an empty mask gives zero": "let sizes be 0: clamp counts that are divided by",
+}
+"""Clause and what usually mends it."""
+
+
+def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | None = None) -> LossReport:
     """Run the contract suite on the loss ``ref``: a name, ``file.py:function`` or a settings record.
 
-    The clauses: finite values; the gradient is the derivative of the value, what is detached held fixed; order and
-    packing of samples change nothing, nor does what stands outside the mask; far-off ratios stay finite; an empty mask
-    has zero loss and gradient. A formula that raises fails the clause, with its message. Raises :class:`ConfigError`
-    for a reference that names nothing.
+    ``options`` are those of a name, as :func:`headrace.algo.loss` takes them: settings, or arguments of the user's own
+    function. Columns that are not always there are ``None`` unless the loss says that it reads them (``needs``).
+
+    The clauses: one finite value per token; the gradient is the derivative of the value, whatever carries no gradient
+    (detached, or computed under ``torch.no_grad``) held fixed, and is not zero everywhere; order and packing of samples
+    change nothing, nor does what stands outside the mask; far-off ratios stay finite; an empty mask has zero loss and
+    gradient. A formula that raises fails the clause, with its message. Raises :class:`ConfigError` for a reference that
+    names nothing, and for options that it does not take.
     """
-    table: Any = named(ref) if isinstance(ref, str) else ref
+    table: Any = with_options(named(ref), dict(options or {})) if isinstance(ref, str) else ref
     config = validate(AlgoConfig, {"loss": table, "correction": ()})
+    source = None
     if isinstance(config.loss, Custom):
-        load(config.loss.ref)
+        _ = config.loss.formula  # what is wrong with the file itself is no broken clause
+        source = str(Path(config.loss.ref.rpartition(":")[0]).resolve())
     objective = Objective.build(config)
-    trial = Trial(objective, example(torch.Generator().manual_seed(seed)))
+    trial = Trial(objective, seed)
     clauses: dict[str, Callable[[], str]] = {
         "values are finite": trial.finite,
+        "the gradient is not zero everywhere": trial.gradient,
         "the gradient is the derivative of the value": trial.derivative,
         "the order of samples changes nothing": trial.order,
         "cutting the batch changes nothing": trial.cutting,
@@ -80,17 +108,22 @@ def check_loss(ref: str | Section, seed: int = 0) -> LossReport:
         "ratios far off stay finite": trial.extremes,
         "an empty mask gives zero": trial.empty,
     }
-    findings = tuple(_judge(clause, check) for clause, check in clauses.items())
-    return LossReport(ref=ref if isinstance(ref, str) else type(ref).__name__, findings=findings)
+    shape = _judge("one value per token", trial.shape, source)
+    rest = (_judge(clause, check, source) for clause, check in clauses.items()) if shape.holds else ()
+    return LossReport(ref=ref if isinstance(ref, str) else type(ref).__name__, findings=(shape, *rest))
 
 
-def _judge(clause: str, check: Callable[[], str]) -> Finding:
+def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding:
     try:
         return Finding(clause=clause, holds=True, detail=check())
     except Broken as broken:
-        return Finding(clause=clause, holds=False, detail=str(broken))
+        detail = f"{broken}; {REMEDIES[clause]}"
+    except HeadraceError as error:
+        detail = f"{error.problem}; {error.remedy}"
     except Exception as error:  # noqa: BLE001 - the user's formula may raise anything; it is told to the user
-        return Finding(clause=clause, holds=False, detail=f"{type(error).__name__}: {error}")
+        undeclared = "; a column that is not always there has to be named: needs = ['log_ref']"
+        detail = where(error, source) + (undeclared if "NoneType" in str(error) else "")
+    return Finding(clause=clause, holds=False, detail=detail)
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
@@ -140,12 +173,42 @@ def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) ->
     return replace(inputs, **{**taken, "samples_N": samples_N, "num_samples": len(samples), "groups_S": groups_S})
 
 
-@dataclass(frozen=True, slots=True)
+CARRIERS = ("log_pi_N", "entropy_N", "log_pi_NK")
+"""Columns that a gradient flows to."""
+OPTIONAL: dict[Column, tuple[str, ...]] = {
+    "log_ref": ("log_ref_N",),
+    "entropy": ("entropy_N",),
+    "pairs": ("groups_S",),
+    "top_k": ("log_pi_NK", "log_nu_NK"),
+}
+"""What is there only where a loss says that it reads it, and the columns that it is."""
+
+
+def leaves_of(inputs: LossInputs) -> dict[str, Any]:
+    """Copies of the columns that carry a gradient, each a leaf."""
+    there = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
+    return {name: column.detach().clone().requires_grad_() for name, column in there.items()}
+
+
+@dataclass(frozen=True)
 class Trial:
     """An objective and a batch to try it on. Every clause says what it measured, or raises what broke it."""
 
     objective: Objective
-    inputs: LossInputs
+    seed: int
+
+    @cached_property
+    def inputs(self) -> LossInputs:
+        """A random batch with the columns that the objective reads."""
+        return self.batch(self.seed)
+
+    def batch(self, seed: int) -> LossInputs:
+        """:func:`example`, without what the objective does not say that it reads."""
+        inputs = example(torch.Generator().manual_seed(seed))
+        columns = self.objective.columns
+        unread = [name for column, names in OPTIONAL.items() if column not in columns for name in names]
+        absent: Mapping[str, Any] = dict.fromkeys(unread)
+        return replace(inputs, **absent)
 
     def prepared(self, inputs: LossInputs) -> LossInputs:
         """The inputs with the tokens chosen from them as a whole batch."""
@@ -156,15 +219,28 @@ class Trial:
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Loss, and gradient with respect to log π of every token (and of every entry of the teacher's top)."""
-        leaves = [inputs.log_pi_N.clone().requires_grad_()]
-        inputs = replace(inputs, log_pi_N=leaves[0])
-        if inputs.log_pi_NK is not None:
-            leaves.append(inputs.log_pi_NK.clone().requires_grad_())
-            inputs = replace(inputs, log_pi_NK=leaves[1])
-        loss = self.objective(inputs, self.weights(inputs)).loss
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        """Loss, and its gradient, a row for every token: log π, and what else carries one."""
+        leaves = leaves_of(inputs)
+        loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
+        grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        if loss.requires_grad:
+            grads = list(torch.autograd.grad(loss, [*leaves.values()], allow_unused=True, materialize_grads=True))
         return loss.detach(), torch.cat([grad if grad.ndim == 2 else grad[:, None] for grad in grads], dim=1)
+
+    def shape(self) -> str:
+        """One value per token."""
+        tokens_N = self.objective(self.prepared(self.inputs), self.weights(self.inputs)).tokens
+        if tokens_N.shape != self.inputs.log_pi_N.shape:
+            raise Broken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
+        return f"shape {tuple(tokens_N.shape)}"
+
+    def gradient(self) -> str:
+        """On one of several batches: on a single one a formula may clip every token."""
+        for seed in range(self.seed, self.seed + 5):
+            _, grad = self.run(self.prepared(self.batch(seed)))
+            if grad.any():
+                return f"greatest entry {grad.abs().max().item():.3g}"
+        raise Broken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
         """Finite values."""
@@ -179,22 +255,20 @@ class Trial:
         _, grad = self.run(inputs)
         held = Held()
         weights_N = self.weights(inputs)
-        with held:
-            self.objective(inputs, weights_N)
 
         def value(moved: LossInputs) -> float:
-            held.rewind()
             with held:
-                return float(self.objective(moved, weights_N).loss)
+                loss = self.objective(replace(moved, **leaves_of(moved)), weights_N).loss
+            return float(loss.detach())
 
-        columns = ["log_pi_N"] if inputs.log_pi_NK is None else ["log_pi_N", "log_pi_NK"]
+        value(inputs)
         numeric = torch.zeros_like(grad)
-        for place in range(grad.numel()):
-            row, entry = divmod(place, grad.shape[1])
-            name, at = (columns[0], (row,)) if entry == 0 else (columns[1], (row, entry - 1))
-            column = getattr(inputs, name)
-            moves = [column.index_put(tuple(map(torch.tensor, at)), column[at] + step) for step in (STEP, -STEP)]
-            up, down = (value(replace(inputs, **{name: move})) for move in moves)
+        entries = [(name, k) for name, leaf in leaves_of(inputs).items() for k in range(leaf[0].numel())]
+        for row, (entry, (name, k)) in itertools.product(range(len(grad)), enumerate(entries)):
+            change = torch.zeros_like(getattr(inputs, name))
+            change.view(len(grad), -1)[row, k] = STEP
+            moved: list[Any] = [{name: getattr(inputs, name) + sign * change} for sign in (1, -1)]
+            up, down = (held.again(value, replace(inputs, **columns)) for columns in moved)
             numeric[row, entry] = (up - down) / (2 * STEP)
         return _same(numeric, grad, "finite differences and autograd", tolerance=1e-5)
 
@@ -222,8 +296,8 @@ class Trial:
         """Garbage outside the mask."""
         outside_N = ~self.inputs.mask_N
         names = [f.name for f in fields(self.inputs) if f.name.endswith(("_N", "_NK"))]
-        floats = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name).is_floating_point()}
-        dirty: Any = {name: column.clone() for name, column in floats.items()}
+        columns = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
+        dirty: Any = {name: column.clone() for name, column in columns.items() if column.is_floating_point()}
         for column in dirty.values():
             column[outside_N] = torch.nan
         loss, grad = self.run(self.prepared(self.inputs))
@@ -258,25 +332,44 @@ class Trial:
 
 
 class Held(TorchFunctionMode):
-    """Keeps what was detached at its first value: so a difference quotient sees a stop-gradient as autograd does."""
+    """Keeps what cuts a gradient at its first value: so a difference quotient sees a stop-gradient as autograd does.
+
+    A cut is ``detach``, ``.data``, a plain number read from a tensor, or any function under ``torch.no_grad``, of a
+    tensor that carries a gradient.
+    """
+
+    _CUTS = (
+        torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.item, torch.Tensor.tolist,
+        torch.Tensor.__float__,
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: list[Tensor] = []
-        self.place: int | None = None
+        self._values: list[Any] = []
+        self._place: int | None = None
 
-    def rewind(self) -> None:
-        """From here on, give the first values again, in order."""
-        self.place = 0
+    def again(self, run: Callable[[LossInputs], float], inputs: LossInputs) -> float:
+        """``run`` of other inputs, with the first values in order."""
+        self._place = 0
+        return run(inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.detach:
-            return func(*args, **(kwargs or {}))
-        if self.place is None:
-            self.values.append(func(*args, **(kwargs or {})))
-            return self.values[-1]
-        self.place += 1
-        return self.values[self.place - 1]
+        given = [*args, *(kwargs or {}).values()]
+        carries = any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        result = func(*args, **(kwargs or {}))
+        if not carries or (torch.is_grad_enabled() and func not in self._CUTS) or isinstance(result, bool | int):
+            return result
+        if self._place is None:
+            self._values.append(_copy(result))
+            return result
+        self._place += 1
+        first = _copy(self._values[self._place - 1])
+        return result.copy_(first) if args and result is args[0] else first
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE) -> str:

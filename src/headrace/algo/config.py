@@ -8,7 +8,8 @@ from typing import Any
 import pydantic
 
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
+from headrace.algo.base import Old
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis
 from headrace.algo.losses import AnyLoss, Dapo, LossConfig
@@ -33,7 +34,11 @@ class AlgoConfig(Section):
     """The formula of one token."""
     correction: tuple[CorrectionConfig, ...] = (Tis(),)
     """What makes up for tokens that older weights sampled: one table or several; ``"none"`` for none. Unset: ``tis``,
-    or none for a loss that takes its own ratio against μ, or that has no ratio."""
+    or none for a loss that takes its own ratio against μ, or that has no ratio, or where ``old`` is ``"engine"``."""
+    old: Old = "learner"
+    """Who is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's ratio π/π_old is
+    1 in value: no clip acts, and the correction weighs π_old/μ. ``"engine"``: μ itself, so that the loss's own ratio
+    π/μ and its clips account for older weights; corrections by π_old/μ are refused then."""
     reduction: ReductionConfig = TokenMean()
     """How token losses become one number. Unset: the one of the loss's paper."""
     allow_uncorrected: bool = False
@@ -47,6 +52,8 @@ class AlgoConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _counts_once(self) -> AlgoConfig:
+        if self.old == "engine":
+            return self._leaves_rho_alone()
         weights = [f"correction {part.kind!r}" for part in self.correction if part.weighs]
         if self.loss.corrects():
             weights.insert(0, f"loss {self.loss.kind!r}, whose ratio is π/μ,")
@@ -57,17 +64,29 @@ class AlgoConfig(Section):
             )
         return self
 
+    def _leaves_rho_alone(self) -> AlgoConfig:
+        """With μ as π_old, ρ = π_old/μ is 1: a weight by it would stand for what the loss's ratio already counts."""
+        for part in self.correction:
+            if part.weighs or {"log_old", "log_mu"} <= part.columns():
+                raise ConfigError(
+                    f"algo counts the correction of stale tokens twice: with algo.old='engine' the loss's own ratio is "
+                    f"π/μ, and correction {part.kind!r} looks at π_old/μ, which is 1",
+                    remedy="set algo.correction = 'none', or algo.old = 'learner'",
+                )
+        return self
+
     @property
     def corrected(self) -> bool:
         """Whether tokens of older weights are accounted for: what an asynchronous run asks."""
-        no_ratio = not self.loss.needs() & {"log_old", "log_mu"}
-        return no_ratio or self.loss.corrects() or any(part.corrects for part in self.correction)
+        columns = self.loss.columns()
+        by_itself = self.loss.corrects() or (self.old == "engine" and "log_old" in columns)
+        return not columns & {"log_old", "log_mu"} or by_itself or any(part.corrects for part in self.correction)
 
-    def credit(self, scores: Scores) -> Floats:
+    def credit(self, outcomes: Outcomes) -> Floats:
         """The advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
         for shaping in self.shaping:
-            scores = replace(scores, rewards_E=shaping(scores))
-        return self.advantage(scores)
+            outcomes = replace(outcomes, rewards_E=shaping(outcomes))
+        return self.advantage(outcomes)
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +95,7 @@ def _fill(tree: dict[str, Any]) -> dict[str, Any]:
     except pydantic.ValidationError:
         return tree  # the field itself says what is wrong
     tree.setdefault("reduction", {"kind": loss.reduction})
-    by_itself = loss.corrects() or "log_old" not in loss.needs()
+    by_itself = loss.corrects() or "log_old" not in loss.columns() or tree.get("old") == "engine"
     tree.setdefault("correction", () if by_itself else (Tis(),))
     return tree
 

@@ -16,6 +16,7 @@ def estimate(kind: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:
     """With x = log π_ref − log π, clamped to ±20: k1 = −x, k2 = x²/2, k3 = eˣ − 1 − x; any shape, one value per token.
 
     k1 is unbiased and may be negative; k2 has the right gradient on samples of π; k3 is unbiased and never negative.
+    Where x is clamped there is no gradient.
 
     >>> import torch
     >>> estimate("k3", torch.tensor([-1.0]), torch.tensor([-2.0]))

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.algo.advantages import AnyAdvantage
 from headrace.algo.bundles import BUNDLES
 from headrace.algo.corrections import AnyCorrection
+from headrace.algo.divergence import estimate
 from headrace.algo.losses import AnyLoss
+from headrace.algo.metrics import METRICS
 from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import options_of, rows
-from headrace.algo.returns import CriticLoss
+from headrace.algo.returns import CriticLoss, gae
 from headrace.algo.shaping import AnyShaping
 
 HEAD = """\
@@ -21,10 +23,18 @@ HEAD = """\
 
 Generated from the docstrings by `python -m headrace.algo.formulas`; do not edit.
 
-π: the policy being trained. π_old: the learner's weights before this step's update. μ: what sampled the token, as the
-engine recorded it. π_ref: a reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop
-gradient, σ: the logistic function. Log-ratios are clamped to ±20. Losses are minimised. A token whose log μ is not
-finite leaves numerator and denominator, and is counted.
+π: the policy being trained. π_old: what `algo.old` says. μ: what sampled the token, as the engine recorded it. π_ref: a
+reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop gradient, σ: the logistic
+function, std: standard deviation, with n − 1 in the denominator (ddof 1) or n (ddof 0) as each formula says. Losses are
+minimised. A token whose log μ is not finite leaves numerator and denominator, and is counted.
+
+Log-ratios are clamped to ±20, so that every exponential is finite. The clamp holds inside squares too ((log r)² of
+`kimi`, `dro`, `ipo`, k2): a token that is farther off is pulled no more.
+
+`algo.old = "learner"` (the default): π_old is the learner's weights before this step's update. A run makes one update
+of a batch, so that r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the correction weighs by ρ.
+`algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections that
+look at ρ, which is 1 then, are refused: they would count the same twice. In a notebook π_old is the column `log_old`.
 
 The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
 made from the masks of the whole batch.
@@ -38,14 +48,18 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
         AnyCorrection,
     ),
     ("Reductions", "`[algo.reduction] kind = ...`", AnyReduction),
-    ("Advantages", "`[algo.advantage] kind = ...`; without counted rewards, or in a group of one, 0.", AnyAdvantage),
+    (
+        "Advantages",
+        "`[algo.advantage] kind = ...`; 0 without counted rewards, and in a group of one unless it says otherwise.",
+        AnyAdvantage,
+    ),
     ("Shaping of rewards", "`[[algo.shaping]] kind = ...`", AnyShaping),
 )
 
 
 def document() -> str:
     """The whole document."""
-    return "\n".join([HEAD, *_chapters(), *_critic(), *_bundles()])
+    return "\n".join([HEAD, *_chapters(), *_functions(), *_bundles()])
 
 
 def _chapters() -> Iterator[str]:
@@ -74,9 +88,23 @@ def _one_line(name: str, key: str, description: str | None) -> str:
     return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
 
 
-def _critic() -> Iterator[str]:
-    yield "## Critic\n"
+def _functions() -> Iterator[str]:
+    yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
+    yield _prose(estimate) + "\n"
+    yield "## Returns and the critic\n\n`headrace.algo.gae`; no run uses them yet.\n"
+    yield "### gae\n\n" + _prose(gae) + "\n"
     yield from _entry("critic", CriticLoss)
+    yield "## Metrics\n\nOf every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
+    yield "| metric | meaning |\n|---|---|"
+    for name, meaning in METRICS.items():
+        yield f"| `{name}` | {meaning} |"
+    yield ""
+
+
+def _prose(function: Callable[..., Any]) -> str:
+    """A docstring without its examples."""
+    text, _, _ = (inspect.getdoc(function) or "").partition("\n>>>")
+    return text.strip()
 
 
 def _bundles() -> Iterator[str]:

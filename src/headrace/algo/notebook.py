@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headrace.algo.advantages import AnyAdvantage, scores_of
-from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio
+from headrace.algo.advantages import AnyAdvantage, outcomes_of
+from headrace.algo.advantages.outcomes import labels, plain
+from headrace.algo.base import BatchLayout, LossInputs, LossOutput, Ratio, tensor_of
 from headrace.algo.config import AlgoConfig
 from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import Estimator, estimate
-from headrace.algo.losses import AnyLoss
+from headrace.algo.losses import AnyLoss, Custom
 from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import find, named, options_of
 from headrace.config import Section, validate
@@ -31,7 +32,7 @@ Choice = str | Mapping[str, Any] | Section
 def loss(  # gate: parameters - a face for people, who name each argument once; a record would be in their way
     name: str,
     *,
-    log_pi: Tensor,
+    log_pi: Any,
     advantages: Any,
     mask: Any,
     log_mu: Any = None,
@@ -41,7 +42,7 @@ def loss(  # gate: parameters - a face for people, who name each argument once; 
     version_now: int | None = None,
     correction: Choice | Sequence[Choice] | None = None,
     reduction: Choice | None = None,
-    groups: Sequence[int] | None = None,
+    groups: Sequence[Any] | None = None,
     entropy: Any = None,
     **options: Any,
 ) -> LossOutput:
@@ -50,13 +51,15 @@ def loss(  # gate: parameters - a face for people, who name each argument once; 
     ``log_pi`` [B, T] carries the gradient; every other column is [B, T] too, ``advantages`` also [B] or [B, 1]; a
     single sequence may be [T]. Whatever stands outside ``mask`` has no influence. ``log_mu`` left out means that π_old
     sampled the tokens, except for a correction, which needs it; ``versions`` left out, that all tokens are of age 0;
-    ``groups`` [B], the prompt of each sequence, left out, that all share one (for ``dpo``: that neighbours are pairs).
-    ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` is no correction, and the
-    reduction of the loss's paper. An option goes to the first that has it: loss, corrections, reduction.
+    ``groups`` [B], a label for the prompt of each sequence, left out, that all share one (for ``dpo``: that neighbours
+    are pairs). ``correction`` and ``reduction`` are a name, a table or a settings record; ``None`` is no correction,
+    and the reduction of the loss's paper. An option goes to the loss, correction or reduction that has it; where
+    several have it, a table says whose it is. Options that a loss of the user's own does not know go to its function.
 
-    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics. Raises :class:`ConfigError` for an
-    unknown name or option (the nearest is offered), a column that is needed and missing, shapes that do not agree, and
-    a correction that would count twice.
+    Returns the scalar with its gradient, the tokens' values [B, T] and the metrics, ``ess`` and ``chi2`` of π/μ among
+    them: ``float(out.metrics["ess"])``; what nothing was counted for is NaN. Raises :class:`ConfigError` for an
+    unknown or ambiguous name or option (the nearest is offered), a column that is needed and missing, shapes that do
+    not agree, and a correction that would count twice.
 
     >>> import torch
     >>> out = loss("dapo", log_pi=torch.tensor([[-0.5, -1.0]]), log_old=torch.tensor([[-0.5, -1.0]]),
@@ -67,22 +70,25 @@ def loss(  # gate: parameters - a face for people, who name each argument once; 
     from headrace.algo.objective import Objective
 
     objective = Objective.build(_config(name, correction, reduction, options))
+    log_pi = _log_pi(log_pi)
     given = {"log_old": log_old, "log_mu": log_mu, "log_ref": log_ref, "entropy": entropy, "versions": versions}
-    _refuse_missing(objective, given)
+    _refuse_missing(objective, {"advantages": advantages, "mask": mask, **given})
     if (versions is None) != (version_now is None):
         raise ConfigError("versions and version_now go together, one is missing", remedy="give both or neither")
     padded = _inputs({"log_pi": log_pi, "advantages": advantages, "mask": mask, **given}, groups, objective)
     return _run(objective, replace(padded, version_now=version_now or 0), log_pi)
 
 
-def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[int] | None = None, **options: Any) -> list[float]:
+def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None = None, **options: Any) -> list[float]:
     """The advantage called ``name`` of each reward; ``None`` is a reward that does not count, and has advantage 0.
 
-    ``groups`` says which rewards share a baseline (left out: all do). A group of one, or one whose rewards are all the
-    same, has advantage 0; groups may be of unequal size. What a formula needs beyond rewards is given by name, see
-    :class:`~headrace.algo.advantages.scores.Scores`: ``lengths``, ``greedy``, ``agents``, ``baselines``, ``episodes``,
-    ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``energies``, ``log_mu``,
-    ``log_nu``. The rest are options. A formula per token gives a number per token, the episodes one after the other.
+    ``groups`` says which rewards share a baseline (left out: all do), by labels of any kind. Where rewards are compared
+    within groups, a group of one, or one whose rewards are all the same, has advantage 0; groups may be of unequal
+    size. What a formula needs beyond rewards is given by name, see
+    :class:`~headrace.algo.advantages.outcomes.Outcomes`: ``lengths``, ``greedy``, ``agents``, ``baselines``,
+    ``episodes``, ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``energies``,
+    ``log_mu``, ``log_nu``. The rest are options. A formula per token gives a number per token, the episodes one after
+    the other.
 
     >>> advantage("rloo", [1, 0, None, 0])
     [1.0, -0.5, 0.0, -0.5]
@@ -91,42 +97,87 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[int] | None
     _refuse_unknown(options, {f"advantage {name!r}": kind}, extra=kind.reads)
     columns = {key: options.pop(key) for key in kind.reads if key in options}
     formula: Any = validate(kind, options)
-    result: list[float] = formula(scores_of(rewards, groups, **columns)).tolist()
+    result: list[float] = formula(outcomes_of(rewards, groups, **columns)).tolist()
     return result
 
 
-def kl(name: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:
+def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
     """The estimator called ``name`` of KL(π‖π_ref) at every token; any shape. See :mod:`headrace.algo.divergence`."""
     if name not in ("k1", "k2", "k3"):
-        raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(name, ["k1", "k2", "k3"]))
-    return estimate(name, log_pi, log_ref)
+        raise ConfigError(f"kl {name!r} does not exist", remedy=nearest(str(name), ["k1", "k2", "k3"]))
+    return estimate(name, tensor_of("log_pi", log_pi), tensor_of("log_ref", log_ref))
+
+
+def _log_pi(given: Any) -> Tensor:
+    log_pi = tensor_of("log_pi", given)
+    if log_pi.ndim not in (1, 2):
+        raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
+    return log_pi if log_pi.is_floating_point() else log_pi.float()
+
+
+def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """A loss's table with options laid in; what a loss of the user's own does not know is for its function."""
+    kind = find(AnyLoss, "loss", loss["kind"])
+    options = _for_function(kind, loss, options)
+    _refuse_unknown(options, {loss["kind"]: kind})
+    return {**loss, **options}
+
+
+def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` with those of the user's function gathered under ``options``, if the loss is one."""
+    if kind is not Custom:
+        return dict(options)
+    own = {key: value for key, value in options.items() if key not in options_of(kind)}
+    mine = {key: value for key, value in options.items() if key not in own}
+    return {**mine, "options": {**mine.get("options", {}), **own}} if own else mine
 
 
 def _config(
     name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: Mapping[str, Any]
 ) -> AlgoConfig:
-    """The settings that the arguments describe, each option in the table of the first formula that has it."""
+    """The settings that the arguments describe, each option in the table of the one formula that has it open."""
     if correction is None or correction == "none":
         correction = ()
+    if not isinstance(correction, str | Mapping | Section | Sequence):
+        raise ConfigError(f"correction {correction!r} is no name", remedy="give a name, a table or a list of them")
     corrections = [correction] if isinstance(correction, str | Mapping | Section) else list(correction)
     loss_kind, loss_table = _table(AnyLoss, "loss", name)
-    tables = [
-        (loss_kind, loss_table),
-        *(_table(AnyCorrection, "correction", part) for part in corrections),
-        _table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction),
+    parts = [
+        ("loss", loss_kind, loss_table),
+        *(("correction", *_table(AnyCorrection, "correction", part)) for part in corrections),
+        ("reduction", *_table(AnyReduction, "reduction", loss_kind.reduction if reduction is None else reduction)),
     ]
-    _refuse_unknown(options, {str(table["kind"]): kind for kind, table in tables})
+    options = _for_function(loss_kind, loss_table, options)
+    _refuse_unknown(options, {str(table["kind"]): kind for _, kind, table in parts})
+    given = [(f"{what} {table['kind']!r}", set(table), options_of(kind), table) for what, kind, table in parts]
     for key, value in options.items():
-        next(table for kind, table in tables if key in options_of(kind))[key] = value
-    _, *correction_tables, reduction_table = (table for _, table in tables)
+        _owner(key, [row for row in given if key in row[2]])[key] = value
+    _, *correction_tables, reduction_table = (table for _, _, table in parts)
     return validate(AlgoConfig, {"loss": loss_table, "correction": correction_tables, "reduction": reduction_table})
+
+
+def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
+    """The table that the option ``key`` is for: the one of those that have it where it is not set already."""
+    free = [(name, table) for name, set_already, _, table in having if key not in set_already]
+    if not free:
+        names = " and ".join(name for name, *_ in having)
+        raise ConfigError(f"option {key!r} is given twice: by itself, and for {names}", remedy="give it once")
+    if len(free) > 1:
+        names = " and ".join(name for name, _ in free)
+        raise ConfigError(
+            f"option {key!r} may be meant for {names}",
+            remedy=f"give a correction as a table with its own: correction={{'kind': ..., {key!r}: ...}}",
+        )
+    return free[0][1]
 
 
 def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
+    if not isinstance(choice, str | Mapping):
+        find(union, what, choice)
     table = named(choice) if isinstance(choice, str) else dict(choice)
-    return find(union, what, str(table.get("kind"))), table
+    return find(union, what, str(table.get("kind", ""))), table
 
 
 def _refuse_unknown(
@@ -135,31 +186,39 @@ def _refuse_unknown(
     known = extra.union(*(options_of(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:
-            raise ConfigError(f"{' with '.join(kinds)} has no option {key!r}", remedy=nearest(key, known))
+            remedy = nearest(key, known) if known else "give no options"
+            raise ConfigError(f"{' with '.join(kinds)} has no option {key!r}", remedy=remedy)
 
 
 def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
-    by_corrections = frozenset[str]().union(*(part.needs() for part in objective.corrections))
+    for name in ("advantages", "mask"):
+        if given[name] is None:
+            raise ConfigError(f"{name} is missing", remedy=f"give {name}; what a loss does not look at may be 0")
+    by_corrections = frozenset[str]().union(*(part.columns() for part in objective.corrections))
     for name in sorted(objective.columns & set(given)):
         stands_in = name == "log_mu" and name not in by_corrections and given["log_old"] is not None
         if given[name] is None and not stands_in:
             raise ConfigError(f"{name} is missing, but the formula reads it", remedy=f"give {name}, shaped like log_pi")
 
 
-def _inputs(given: Mapping[str, Any], groups: Sequence[int] | None, objective: Objective) -> LossInputs:
+def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
     """The columns laid out one sequence after the other, padding included."""
     import torch
 
     log_pi = given["log_pi"]
     shape = log_pi.shape if log_pi.ndim == 2 else (1, *log_pi.shape)
     num_sequences, length = shape
+    groups = None if groups is None else plain(groups, "groups")
     if groups is not None and len(groups) != num_sequences:
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
         if given[name] is None:
             return default
-        value = torch.as_tensor(given[name], dtype=dtype, device=log_pi.device)
+        value = tensor_of(name, given[name]).to(log_pi.device)
+        if dtype is torch.bool and not ((value == 0) | (value == 1)).all():
+            raise ConfigError(f"{name} has entries other than 0 and 1", remedy="give 1 for what carries loss, else 0")
+        value = value.to(dtype)
         if name == "advantages" and value.ndim == 1 and log_pi.ndim == 2:
             value = value[:, None]
         if name == "advantages" and value.shape == (num_sequences, 1):
@@ -172,9 +231,12 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[int] | None, objective: O
         return value.reshape(-1)
 
     flat_N = log_pi.reshape(-1)
-    real, detached_N = flat_N.dtype, flat_N.detach()
+    detached_N = flat_N.detach()
+    real = torch.promote_types(flat_N.dtype, torch.float32)  # half precision is for storing, not for differences
     log_old_N = column("log_old", real, detached_N)
-    pairs_S = torch.arange(num_sequences, device=log_pi.device) // (2 if objective.needs_pairs else num_sequences or 1)
+    pairs_S = torch.arange(num_sequences, device=log_pi.device) // (
+        2 if "pairs" in objective.columns else num_sequences or 1
+    )
     return LossInputs(
         log_pi_N=flat_N,
         log_old_N=log_old_N.detach(),
@@ -187,7 +249,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[int] | None, objective: O
         version_now=0,
         log_ref_N=None if given["log_ref"] is None else column("log_ref", real, detached_N).detach(),
         entropy_N=None if given["entropy"] is None else column("entropy", real, detached_N),
-        groups_S=pairs_S if groups is None else torch.as_tensor(groups, device=log_pi.device),
+        groups_S=pairs_S if groups is None else torch.from_numpy(labels(groups)).to(log_pi.device),
     )
 
 
@@ -195,6 +257,7 @@ def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput
     """What a learner does with a batch, all of it as one micro-batch."""
     import torch
 
+    from headrace.algo.metrics import derived, means
     from headrace.algo.objective import usable
 
     mask_N, dropped = usable(inputs.mask_N, inputs.log_mu_N)
@@ -209,5 +272,6 @@ def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput
     weights_N = objective.weights(layout)
     inputs = replace(inputs, selected_NP=objective.prepare(replace(inputs, log_pi_N=inputs.log_pi_N.detach())))
     out = objective(inputs, weights_N)
-    metrics = out.metrics | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
+    follows = {name: Ratio(value, 1.0) for name, value in derived(means(out.metrics)).items()}
+    metrics = out.metrics | follows | {f"dropped/{reason}": Ratio(count, 1.0) for reason, count in dropped.items()}
     return LossOutput(loss=out.loss, tokens=out.tokens.reshape(log_pi.shape), metrics=metrics)

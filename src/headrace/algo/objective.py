@@ -1,6 +1,6 @@
 """The objective of a step: weight · (factor · loss + penalty), summed over tokens.
 
-    once per batch          mask, dropped = usable(mask, log μ) ─▶ weights(layout) ─▶ prepare(whole), if it needs_old
+    once per batch          mask, dropped = usable(mask, log μ) ─▶ weights(layout) ─▶ prepare(whole), if it selects
     every micro-batch       objective(inputs, weights) ─▶ .loss.backward()
     once per batch          add(metrics of all micro-batches) ─▶ means
 
@@ -23,6 +23,7 @@ from headrace.algo.base import (
     Loss,
     LossInputs,
     LossOutput,
+    Old,
     Part,
     Ratio,
     Reduction,
@@ -40,11 +41,13 @@ class Objective:
     loss: Loss
     corrections: tuple[Correction, ...]
     reduction: Reduction
+    old: Old = "learner"
+    """Whose log-probabilities a run gives as log π_old."""
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
         """The objective that the settings describe."""
-        return cls(config.loss, config.correction, config.reduction)
+        return cls(config.loss, config.correction, config.reduction, config.old)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -57,27 +60,12 @@ class Objective:
         given: frozenset[Column] = (
             frozenset({"log_old"}) if any(part.replaces_old for part in self.corrections) else frozenset()
         )
-        return (self.loss.needs() - given).union(*(part.needs() for part in self.corrections))
+        return (self.loss.columns() - given).union(*(part.columns() for part in self.corrections))
 
     @property
-    def needs_old(self) -> bool:
+    def selects(self) -> bool:
         """Whether tokens are chosen from the whole batch: the learner computes log π of all of it, then ``prepare``."""
         return "selected" in self.columns
-
-    @property
-    def needs_ref(self) -> bool:
-        """Whether a reference policy's log-probabilities are read."""
-        return "log_ref" in self.columns
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether per-token entropies are read."""
-        return "entropy" in self.columns
-
-    @property
-    def needs_pairs(self) -> bool:
-        """Whether the samples of a group must be in one micro-batch, with ``groups_S``."""
-        return "pairs" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
         """The weight of every token of the batch (N, float32), 0 outside the mask."""
@@ -94,7 +82,7 @@ class Objective:
         """The tokens each part chooses from the whole batch (N×P, bool): every micro-batch takes its rows of it as
         ``selected_NP``. ``whole`` has log π of the present weights in ``log_pi_N``. ``None`` if nothing chooses.
         """
-        if not self.needs_old:
+        if not self.selects:
             return None
         whole = _clean(whole)
         for correction in self.corrections:
@@ -102,14 +90,15 @@ class Objective:
                 log_old_N = correction(whole).log_old_N
                 assert log_old_N is not None
                 whole = replace(whole, log_old_N=log_old_N)
-        chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.needs()]
+        chosen = [part.select(whole) & whole.mask_N for part in self.parts if "selected" in part.columns()]
         return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
         """The share of these samples in the batch's loss, with gradient; ``weights_N``: their rows of ``weights``."""
         self._check(inputs)
         inputs = _clean(inputs)
-        metrics = off_policy(inputs)
+        log_learner_N = inputs.log_old_N if self.old == "learner" else inputs.log_pi_N.detach()
+        metrics = off_policy(inputs, log_learner_N)
         factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
         for correction in self.corrections:
             factor = correction(self._own(correction, inputs))
@@ -129,10 +118,10 @@ class Objective:
 
     def _own(self, part: Part, inputs: LossInputs) -> LossInputs:
         """The inputs with the one column of selected tokens that is this part's."""
-        if "selected" not in part.needs():
+        if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
-        mine = [p for p in self.parts if "selected" in p.needs()].index(part)
+        mine = [p for p in self.parts if "selected" in p.columns()].index(part)
         return replace(inputs, selected_NP=inputs.selected_NP[:, mine : mine + 1])
 
     def _check(self, inputs: LossInputs) -> None:

@@ -19,9 +19,11 @@ def rows(union: Any) -> dict[str, type[Any]]:
     return {str(kind.model_fields["kind"].default): kind for kind in kinds}
 
 
-def find(union: Any, what: str, name: str) -> type[Any]:
+def find(union: Any, what: str, name: object) -> type[Any]:
     """The settings class called ``name``; :class:`ConfigError` offers the nearest."""
     known = rows(union)
+    if not isinstance(name, str):
+        raise ConfigError(f"{what} {name!r} is no name", remedy=f"name one of: {', '.join(sorted(known))}")
     if name not in known:
         raise ConfigError(f"{what} {name!r} does not exist", remedy=nearest(name, known))
     return known[name]

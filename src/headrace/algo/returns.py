@@ -5,11 +5,11 @@ Shape legend: B sequences of T positions, N tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from headrace.algo.base import TokenLoss
+from headrace.algo.base import TokenLoss, tensor_of
 from headrace.config import Section
 from headrace.errors import ConfigError
 
@@ -26,11 +26,12 @@ class Gae(NamedTuple):
     """Advantage + value: what the critic learns."""
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 1.0) -> Gae:
+def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1.0) -> Gae:
     """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t, over the tokens of the mask; [B, T] or [T].
 
     A token outside the mask (an observation, padding) is not a step: the one before it continues at the next token of
-    the mask, and its reward, value and number of positions have no influence. The value after the last is 0.
+    the mask, and its reward, value and number of positions have no influence. The value after the last is 0. Columns
+    may be tensors or lists; the result is of the values' type, float32 where that is no floating one.
     Source: Schulman et al., arXiv 1506.02438, eq. 16.
 
     >>> import torch
@@ -40,11 +41,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
     for name, value in (("gamma", gamma), ("lam", lam)):
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} is not a discount", remedy=f"choose {name} between 0 and 1")
-    if not rewards.shape == values.shape == mask.shape:
-        shapes = f"rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask {tuple(mask.shape)}"
+    columns = {"rewards": rewards, "values": values, "mask": mask}
+    given = {name: tensor_of(name, column) for name, column in columns.items()}
+    if len({column.shape for column in given.values()}) > 1 or not given["mask"].ndim:
+        shapes = ", ".join(f"{name} {tuple(column.shape)}" for name, column in given.items())
         raise ConfigError(f"gae needs columns of one shape, not {shapes}", remedy="give all of them [B, T] or [T]")
-    steps, values = mask.bool(), values.detach()
-    rewards = rewards.detach().to(values.dtype)
+    steps, values = given["mask"].bool(), given["values"].detach()
+    values = values if values.is_floating_point() else values.float()
+    rewards = given["rewards"].detach().to(values.dtype)
     advantages = values.new_zeros(values.shape)
     next_value = next_advantage = values.new_zeros(values.shape[:-1])
     for t in range(values.shape[-1] - 1, -1, -1):

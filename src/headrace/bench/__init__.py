@@ -9,6 +9,7 @@ from headrace.bench.base import Report, Row, Target, show
 from headrace.errors import ConfigError, nearest
 
 _BENCHMARKS = {
+    "algo": "headrace.bench.algo",
     "loop": "headrace.bench.loop",
 }
 """Name of the benchmark and the module whose ``measure`` runs it."""

@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +76,14 @@ def commit(unfinished: Path, state: SnapshotState) -> Path:
         sizes = {str(path.relative_to(unfinished)): path.stat().st_size for path in _files(unfinished)}
         state = msgspec.structs.replace(state, files=sizes)
         (unfinished / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2))
-    _remove(final)
-    unfinished.rename(final)
-    flush_one(final.parent)
+    try:
+        with _explained(final, "given its name"):
+            _remove(final)
+            unfinished.rename(final)
+            flush_one(final.parent)
+    except CheckpointError:
+        abandon(unfinished)
+        raise
     return final
 
 
@@ -89,7 +96,8 @@ def sweep(directory: Path) -> list[Path]:
     """Remove what an earlier life of the run left unfinished; the paths removed. Call it before the first ``begin``."""
     stale = [path for path in _entries(directory) if _UNFINISHED.fullmatch(path.name)]
     for path in stale:
-        shutil.rmtree(path)
+        with _explained(path, "removed"):
+            shutil.rmtree(path)
     return stale
 
 
@@ -102,7 +110,8 @@ def retain(directory: Path, keep: int) -> list[Path]:
     """Remove all but the ``keep`` newest whole snapshots; the paths removed. The newest whole one always stays."""
     surplus = _whole(directory)[max(1, keep) :]
     for path in surplus:
-        _remove(path)
+        with _explained(path, "removed"):
+            _remove(path)
     return surplus
 
 
@@ -138,6 +147,17 @@ def _whole(directory: Path) -> list[Path]:
     """Whole snapshots, newest first."""
     named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(named, reverse=True) if not _defect(path)]
+
+
+@contextmanager
+def _explained(path: Path, action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"snapshot {path} cannot be {action}: {error}",
+            remedy=f"make {path.parent} writable and whole, then --resume",
+        ) from None
 
 
 def _remove(snapshot: Path) -> None:

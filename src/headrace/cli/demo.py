@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.progress import Progress
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, resumable
 from headrace.cli.train import SET_HELP
 
 
@@ -48,8 +48,11 @@ def demo(
             )
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides]
     if as_json:
-        print_json(run(load_config(made.run_file, [*settings, "observe.view=none"])))
+        settings.append("observe.view=none")
+    with resumable():
+        summary = run(load_config(made.run_file, settings))
+    if as_json:
+        print_json(summary)
         return
-    summary = run(load_config(made.run_file, settings))
     show_summary(summary)
     out.print(f"again    headrace train {made.run_file} --set run.dir=runs/again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.cli.output import console
+from headrace.cli.output import console, readable
 from headrace.control.summary import Summary
 from headrace.observe.words import number
 
@@ -17,13 +17,13 @@ def show_summary(summary: Summary) -> None:
     for name, figure in _figures(summary):
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:
-        out.print(summary.verdict)
+        out.print(readable(summary.verdict))
     for warning in summary.warnings:
-        out.print(f"warning: {warning}", style="yellow")
+        out.print(f"warning: {readable(warning)}", style="yellow")
     report = Path(summary.run_dir) / "report" / "report.html"
     if report.exists():
         out.print(f"report   {report}")
-    out.print(f"run      {summary.run_dir}")
+    out.print(f"run      {readable(summary.run_dir)}")
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:

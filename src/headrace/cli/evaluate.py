@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, readable
 from headrace.cli.train import SET_HELP
 
 
@@ -25,8 +25,8 @@ def evaluate(
         return
     out = console()
     for warning in result.warnings:
-        out.print(f"warning: {warning}", style="yellow")
+        out.print(f"warning: {readable(warning)}", style="yellow")
     out.print(
         f"mean reward {result.mean_reward:.4f} over {result.tasks} tasks × {result.samples}, temperature "
-        f"{result.temperature:g}, {result.tokens:,} tokens, model {result.model}"
+        f"{result.temperature:g}, {result.tokens:,} tokens, model {readable(result.model)}"
     )

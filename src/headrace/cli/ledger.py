@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json, table
+from headrace.cli.output import console, print_json, readable, table
 
 
 def ledger(
@@ -40,7 +40,7 @@ def ledger(
     if reasons:
         fates_table = table("\ndropped, by reason", "reason", *units)
         for reason in sorted(reasons):
-            fates_table.add_row(reason, *(f"{fates.dropped.get(reason, 0):,}" for fates in units.values()))
+            fates_table.add_row(readable(reason), *(f"{fates.dropped.get(reason, 0):,}" for fates in units.values()))
         out.print(fates_table)
     if ages:
         age_table = table("\ntrained tokens, by age in versions", "age", "tokens")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from headrace.errors import HeadraceError
+from headrace.observe.words import visible
 
 
 def console() -> Console:
@@ -21,9 +25,24 @@ def complain(error: HeadraceError) -> None:
     """Problem and remedy, on standard error."""
     err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     err.print("error: ", style="bold red", end="")
-    err.print(error.problem)
+    err.print(readable(error.problem))
     err.print("remedy: ", style="bold green", end="")
-    err.print(error.remedy)
+    err.print(readable(error.remedy))
+
+
+def readable(text: str) -> str:
+    """``text`` with every character that could steer a terminal spelled out; its lines stay lines."""
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """A run that is ended at once, by a second Ctrl-C, says so and leaves with the exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        sys.stderr.write(f"{stopped or 'stopped'}\n")
+        raise typer.Exit(130) from None
 
 
 def print_json(value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import typer
 
-from headrace.cli.output import console, print_json, table
+from headrace.cli.output import console, print_json, readable, table
 
 
 def status(
@@ -21,18 +21,21 @@ def status(
         print_json(seen)
         return
     out = console()
-    out.print(f"{seen['run_dir']}: {seen['state']}, step {seen['steps_done']} of {seen['steps_total']}", style="bold")
+    out.print(
+        f"{readable(seen['run_dir'])}: {readable(seen['state'])}, step {seen['steps_done']} of {seen['steps_total']}",
+        style="bold",
+    )
     rows = table("", "role", "pid", "state", "version")
     for part in seen["components"]:
         version = "" if part["version"] is None else str(part["version"])
-        rows.add_row(part["role"], str(part["pid"]), part["state"], version)
+        rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version)
     out.print(rows)
     if seen["state"] == "running":
-        out.print(f"phase: {seen['phase']}; loops:")
+        out.print(f"phase: {readable(seen['phase'])}; loops:")
         for line in seen["waits"]:
-            out.print(line)
+            out.print(readable(line))
     if seen["cause"]:
-        out.print(f"cause: {seen['cause']}")
+        out.print(f"cause: {readable(seen['cause'])}")
 
 
 def look(run_dir: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, resumable
 
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
 
@@ -37,7 +37,8 @@ def train(
 
     if as_json:
         config = load_config(config, ["observe.view=none"])
-    summary = run(config, resume=resume)
+    with resumable():
+        summary = run(config, resume=resume)
     if as_json:
         print_json(summary)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,6 +11,12 @@ from itertools import count
 from headrace.clock import Clock
 from headrace.errors import StallError
 from headrace.types.observation import Wait
+
+LEARNER_MAY_TAKE_S = 24 * 3600.0
+"""How long one answer of the learner may take: a step takes as long as it takes, and the death of its process is told
+at once."""
+MIN_SLEEP_S = 1e-3
+"""Less would not move a clock on for certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class _Ask:
     what: str
     of: str
     since: float
+    may_take_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +44,6 @@ class _Row:
     what: str
     since: float
     waiting_for: str = ""
-    waited_s: float = 0.0
     asks: dict[int, _Ask] = field(default_factory=dict)
     """What tasks of the loop have asked of others and not got yet, oldest first."""
 
@@ -70,26 +76,22 @@ class Board:
         try:
             yield
         finally:
-            now = self._clock.now()
-            row.waited_s += now - row.since
-            row.since, row.waiting_for = now, ""
-            self._moved_at = now
+            row.since, row.waiting_for = self._clock.now(), ""
+            self._moved_at = row.since
 
     @contextmanager
-    def asking(self, loop: str, what: str, *, of: str) -> Iterator[None]:
-        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on."""
+    def asking(self, loop: str, what: str, *, of: str, may_take_s: float = 0.0) -> Iterator[None]:
+        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on.
+
+        For ``may_take_s`` it is no stall, however little else moves: it is known that somebody works on it.
+        """
         asks, number = self._rows[loop].asks, next(self._ask_numbers)
-        asks[number] = _Ask(what=what, of=of, since=self._clock.now())
+        asks[number] = _Ask(what=what, of=of, since=self._clock.now(), may_take_s=may_take_s)
         try:
             yield
         finally:
             del asks[number]
             self._moved_at = self._clock.now()
-
-    def waited_s(self, loop: str) -> float:
-        """Seconds that ``loop`` has waited so far, the present wait included."""
-        row = self._rows[loop]
-        return row.waited_s + (self._clock.now() - row.since if row.waiting_for else 0.0)
 
     def table(self) -> tuple[Wait, ...]:
         """One row per loop, as it is now."""
@@ -105,18 +107,31 @@ class Board:
             for name, row in self._rows.items()
         )
 
-    async def watch(self, timeout_s: float) -> None:
-        """Raise :class:`~headrace.errors.StallError` when nothing has moved for ``timeout_s``."""
+    async def watch(self, timeout_s: float, pulse: Callable[[], int] = lambda: 0) -> None:
+        """Raise :class:`~headrace.errors.StallError` when nothing has moved for ``timeout_s``.
+
+        ``pulse`` counts what a part does that tells nobody, an engine's steps for one: where it grows, something moves.
+        """
+        beats = pulse()
         while True:
+            if pulse() != beats:
+                beats = pulse()
+                self.progress()
             still_s = self._clock.now() - self._moved_at
-            if still_s >= timeout_s:
+            if still_s >= timeout_s and not self._may_take_longer():
                 raise StallError(
                     f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}\n"
                     f"{self.in_words()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
                 )
-            await asyncio.sleep(min(1.0, timeout_s - still_s) if timeout_s > still_s else 0.0)
+            left_s = timeout_s - still_s
+            await asyncio.sleep(min(1.0, max(left_s, MIN_SLEEP_S)) if left_s > 0 else 1.0)
+
+    def _may_take_longer(self) -> bool:
+        """Whether somebody is at work who may take longer than the watch waits."""
+        now = self._clock.now()
+        return any(now - ask.since < ask.may_take_s for row in self._rows.values() for ask in row.asks.values())
 
     def _owing(self) -> str:
         """Who has owed an answer for longest, in words; empty where nobody owes one."""

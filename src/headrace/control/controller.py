@@ -8,7 +8,7 @@
 
     loop      consumes                     produces                  waits for                    unblocked by
     rollout   slots of the flow, tasks     finished episodes         a free slot, tokens          sync, engine
-    scoring   finished episodes            groups with advantages    episodes, the scorers        rollout, workers
+    scoring   finished episodes            scored groups             episodes, the scorers        rollout, workers
     learner   batches of scored groups     versions                  a batch, a weight buffer     scoring, sync
     sync      published versions           commits, freed slots      a publication, the commit    learner, engine
 
@@ -89,13 +89,15 @@ class Controller:
         return live_state(self.state)
 
     def stop(self) -> None:
-        """End after the step that is running, with a checkpoint that the run can resume from."""
+        """End after the steps that are ordered, with a checkpoint that the run can resume from."""
         self.state.ask_to_stop()
 
     async def run(self, start: StartingPoint) -> Summary:
         """The whole run, watched; :meth:`summary` tells what was reached where it raises."""
         async with asyncio.TaskGroup() as group:
-            watchdog = group.create_task(self.state.board.watch(self.state.run.stall_timeout_s))
+            watchdog = group.create_task(
+                self.state.board.watch(self.state.run.stall_timeout_s, lambda: self.state.parts.engine.stats().steps)
+            )
             summary = await self._run(start)
             watchdog.cancel()
         return summary
@@ -113,11 +115,13 @@ class Controller:
         await self._probe(start.step)
         self._eval_before = await self._evaluate("evaluating before training")
         await self._train()
+        status = "finished" if state.tally.steps_done >= state.run.steps else "stopped"
         if not state.stop_asked:
             self._eval_after = await self._evaluate("evaluating after training")
-        self._note("end", "stopped" if state.stop_asked else "finished")
-        await state.flow.flush()
-        return self.summary("stopped" if state.stop_asked else "finished")
+        self._note("end", status)
+        with state.board.asking("learner", "the last entries of the ledger", of="the disk"):
+            await state.flow.flush()
+        return self.summary(status)
 
     def summary(self, status: str, cause: str = "") -> Summary:
         """What the run came to, so far."""
@@ -140,7 +144,7 @@ class Controller:
         state = self.state
         state.phase = "comparing engine and learner"
         with state.board.asking("rollout", "a comparison of logprobs", of="engine, learner"):
-            mismatch = await measure_mismatch(state.parts, version=version, run_seed=state.run.seed)
+            mismatch = await measure_mismatch(state.parts, state.board, version=version, run_seed=state.run.seed)
         if mismatch is None:
             return
         state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.kl, mismatch.mean_abs
@@ -182,6 +186,7 @@ class Controller:
         state = self.state
         state.phase = "training"
         state.training_from_s = state.parts.clock.now()
+        state.tally.recent.clear()  # evaluation and comparison were counted otherwise
         state.engine_before = state.parts.engine.stats()
         try:
             async with asyncio.TaskGroup() as group:

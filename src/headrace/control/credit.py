@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headrace.algo.advantages import Scores
+from headrace.algo.advantages import Outcomes
 from headrace.algo.config import AlgoConfig
 from headrace.types.scored import ScoredGroup
 
@@ -14,7 +14,7 @@ from headrace.types.scored import ScoredGroup
 def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[float]:
     """One advantage per scored episode of the batch, in order."""
     episodes = [(group.number, episode) for group in groups for episode in group.scored]
-    scores = Scores(
+    scores = Outcomes(
         rewards_E=np.array([episode.reward for _, episode in episodes], np.float64),
         groups_E=np.array([number for number, _ in episodes], np.int64),
         lengths_E=np.array([episode.num_sampled for _, episode in episodes], np.int64),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from headrace.control.board import LEARNER_MAY_TAKE_S, Board
 from headrace.control.parts import Parts
 from headrace.rollout import EpisodeRunner
 from headrace.types.batch import Batch
@@ -28,7 +29,7 @@ class Mismatch:
     num_tokens: int
 
 
-async def measure_mismatch(parts: Parts, *, version: int, run_seed: int) -> Mismatch | None:
+async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed: int) -> Mismatch | None:
     """Sample a few short answers, let the learner compute the same logprobs; ``None`` if no task fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     runner = EpisodeRunner(
@@ -36,7 +37,7 @@ async def measure_mismatch(parts: Parts, *, version: int, run_seed: int) -> Mism
         env=parts.env,
         sampling=msgspec.structs.replace(parts.sampling, max_new_tokens=length),
         run_seed=run_seed + 2,  # other draws than training's and evaluation's
-        on_tokens=lambda _: None,
+        on_tokens=lambda _: board.progress(),
     )
     fitting = [task for task in parts.tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
     episodes = [await runner.run(EpisodeKey(index, 0), task) for index, task in enumerate(fitting)]
@@ -44,7 +45,9 @@ async def measure_mismatch(parts: Parts, *, version: int, run_seed: int) -> Mism
     if not samples:
         return None
     batch = Batch.collate(version, samples)
-    log_pi = (await parts.learner.logprobs(batch))[batch.mask_N].astype(np.float64)
+    with board.asking("learner", "logprobs to compare", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
+        logprobs_N = await parts.learner.logprobs(batch)
+    log_pi = logprobs_N[batch.mask_N].astype(np.float64)
     log_mu = batch.logprobs_N[batch.mask_N].astype(np.float64)
     x = np.clip(log_pi - log_mu, -20, 20)
     return Mismatch(

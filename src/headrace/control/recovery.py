@@ -13,8 +13,9 @@ from pathlib import Path
 from headrace import checkpoint
 from headrace.control.saving import CHECKPOINTS
 from headrace.control.state import RunState
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ConfigError
 from headrace.flow.ledger import Ledger
+from headrace.flow.state import FlowState
 from headrace.types.group import GroupState
 
 
@@ -49,9 +50,28 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
         )
     state.flow.restore(start.step, recalled)
+    needed = _oldest_age(state.flow.state, state.flow_config.groups_per_step)
+    if needed > state.flow_config.max_age:
+        raise ConfigError(
+            f"flow.max_age={state.flow_config.max_age} is too little to go on with the run: it holds groups that would "
+            f"be trained at an age of {needed} versions",
+            remedy=f"set flow.max_age >= {needed}, or start a new run directory",
+        )
     ready = sum(group.state is GroupState.READY for group in recalled.groups)
     if recalled.num_submitted:
         state.event(
             f"resumed at step {start.step}: {ready} groups are ready, {len(recalled.groups) - ready} more go on"
         )
     return recalled.checksums
+
+
+def _oldest_age(flow: FlowState, groups_per_step: int) -> int:
+    """The age at which the oldest kept token will be trained: those of replayed steps then, the others right after,
+    the oldest first."""
+    kept = [(entry.step, entry.oldest_version) for entry in flow.groups.values()]
+    planned = [(step, oldest) for step, oldest in kept if step is not None and oldest is not None]
+    rest = sorted(oldest for step, oldest in kept if step is None and oldest is not None)
+    first = max((step + 1 for step, _ in planned), default=flow.next_step)
+    ages = [step - oldest for step, oldest in planned]
+    ages += [first + index // groups_per_step - oldest for index, oldest in enumerate(rest)]
+    return max(ages, default=0)

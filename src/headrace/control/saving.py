@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace import checkpoint
 from headrace.checkpoint import SnapshotState
 from headrace.clock import off_loop
+from headrace.control.board import LEARNER_MAY_TAKE_S
 from headrace.control.state import RunState
 
 CHECKPOINTS = "checkpoints"
@@ -53,8 +54,13 @@ class Saver:
         state.board.working("learner", f"snapshot of step {saving.step}")
         start_s = state.parts.clock.now()
         try:
-            await saving.written
-            await state.flow.flush(durable=True)  # the ledger must know of every step that the snapshot contains
+            with state.board.asking(
+                "learner", f"the snapshot of step {saving.step}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S
+            ):
+                await saving.written
+            state.tally.learner_busy_s += state.parts.clock.now() - start_s
+            with state.board.asking("learner", "a ledger that is safe on disk", of="the disk"):
+                await state.flow.flush(durable=True)  # it must know of every step that the snapshot contains
         except BaseException:
             checkpoint.abandon(saving.unfinished)
             raise
@@ -67,7 +73,6 @@ class Saver:
         final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
         self._saved.add(saving.step)
         await off_loop(checkpoint.retain, self.directory, state.run.keep_checkpoints)
-        state.tally.learner_busy_s += state.parts.clock.now() - start_s
         state.event(f"checkpoint {final.name}")
 
     async def save_if_new(self, step: int) -> None:

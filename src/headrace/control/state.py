@@ -19,6 +19,20 @@ WINDOW_S = 10.0
 """Live throughputs are means over this long."""
 
 
+MAX_WARNINGS = 100
+"""Kinds of warnings that are kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Warned:
+    """One kind of warning."""
+
+    text: str
+    """The first of its kind."""
+    times: int = 1
+    """How many there were of its kind."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Tally:
     """Running totals of this life of the run."""
@@ -83,7 +97,8 @@ class RunState:
     """The engine's counters when the four loops had ended; ``None`` before."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run was asked to stop."""
-    warnings: list[str] = field(default_factory=list)
+    warned: dict[str, Warned] = field(default_factory=dict)
+    """By kind."""
 
     @property
     def flow_config(self) -> FlowConfig:
@@ -99,11 +114,22 @@ class RunState:
         """Tell the observers."""
         self.observers.event(Event(wall_s=self.wall_s, text=text))
 
-    def warn(self, text: str) -> None:
-        """Tell the observers, and keep it for the summary; the same words are told once."""
-        if text not in self.warnings:
-            self.warnings.append(text)
-            self.observers.event(Event(wall_s=self.wall_s, text=text, level="warning"))
+    def warn(self, text: str, *, kind: str = "") -> None:
+        """Tell the observers, and keep it for the summary. Of one ``kind`` (unset: these words) the first is told, the
+        others are counted."""
+        kind = kind or text
+        if kind not in self.warned and len(self.warned) >= MAX_WARNINGS:
+            kind = text = "there were more warnings than are kept"
+        if kind in self.warned:
+            self.warned[kind].times += 1
+            return
+        self.warned[kind] = Warned(text=text)
+        self.observers.event(Event(wall_s=self.wall_s, text=text, level="warning"))
+
+    @property
+    def warnings(self) -> list[str]:
+        """One example of each kind, and how often there was one of it."""
+        return [each.text if each.times == 1 else f"{each.text} ({each.times} times)" for each in self.warned.values()]
 
     def span(self, lane: str, name: str, start_s: float, step: int = -1, *, end_s: float | None = None) -> None:
         """A lane was at ``name`` from ``start_s`` until ``end_s``, or until now."""
@@ -117,6 +143,6 @@ class RunState:
         return self.stopping.is_set()
 
     def ask_to_stop(self) -> None:
-        """End after the step that is running, with a checkpoint."""
+        """End after the steps that are ordered, with a checkpoint."""
         self.stopping.set()
         self.flow.changed.ring()

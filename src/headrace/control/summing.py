@@ -50,7 +50,7 @@ def summarize(
         mismatch_abs=tally.mismatch_abs,
         ledger=ledger_summary(books),
         versions=[tally.versions[0], tally.versions[-1]] if tally.versions else [],
-        warnings=list(state.warnings),
+        warnings=state.warnings,
         verdict="",
         run_dir=str(state.parts.run_dir),
     )

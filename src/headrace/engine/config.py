@@ -26,4 +26,4 @@ class EngineConfig(Section):
     max_prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens that may join the batch in one step."""
     flush_tokens: int = Field(default=64, ge=1)
-    """A running sequence's tokens leave the engine at least this often: what a killed engine can cost per sequence."""
+    """A running sequence's tokens are reported each time there are this many of them, and when it ends."""

@@ -32,8 +32,10 @@ class EnvConfig(Section):
     """``file.py:function``: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
     ``reward(prompts, completions, **columns) -> list``. Empty where a function is handed over in Python."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """A reward that has not returned by then costs its own episode, and its worker is replaced."""
+    """A call that has not returned this long after it began costs its own episode, and its worker is replaced. Calls
+    that wait their turn do not count."""
     reward_workers: int = Field(default=1, ge=1)
     """Processes that call the reward function."""
     reward_concurrency: int = Field(default=256, ge=1)
-    """Calls at once in each worker; sync functions run in that many threads."""
+    """Calls at once in each worker. Of a sync function at most 16 run at once, in threads that share one interpreter:
+    for more, write it ``async`` where it waits, or raise ``reward_workers`` where it computes."""

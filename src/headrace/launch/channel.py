@@ -1,6 +1,7 @@
 """Messages between the controller and its parts: pyzmq over sockets that only this user can open.
 
 Two one-way sockets per part, so that a part may send from any of its threads while its main thread waits for orders.
+Who receives binds, who sends connects: a socket that connects holds its messages until the other end is there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PartChannel:
         self._codec = Codec(receives)
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
-        self._orders.connect(address(directory, part, "orders"))
+        self._orders.bind(address(directory, part, "orders"))
         self._reports = _socket(self._context, zmq.PUSH)
         self._reports.connect(address(directory, part, "reports"))
         self._sending = threading.Lock()
@@ -71,7 +72,7 @@ class ControllerChannel:
         self._orders = _socket(zmq.Context(self._context), zmq.PUSH)
         self._reports = _socket(self._context, zmq.PULL)
         try:
-            self._orders.bind(address(directory, part, "orders"))
+            self._orders.connect(address(directory, part, "orders"))
             self._reports.bind(address(directory, part, "reports"))
         except zmq.ZMQError as error:
             self.close()
@@ -81,7 +82,7 @@ class ControllerChannel:
             ) from None
 
     def send(self, message: Any) -> None:
-        """Queue ``message``; never waits."""
+        """Queue ``message``, for a part that is still starting too; never waits."""
         try:
             self._orders.send(self._codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -91,7 +92,7 @@ class ControllerChannel:
             ) from None
 
     async def receive(self) -> Any:
-        """The next message; ``msgspec.DecodeError`` for bytes that are none."""
+        """The next message; :class:`~headrace.errors.RunError` for bytes that are none."""
         data = await self._reports.recv()
         try:
             return self._codec.decode(data)

@@ -51,27 +51,50 @@ class Child:
         self._process = process
         self._log = log
         self._lifeline = lifeline
+        self._killed = False
         self.closed = False
 
     @classmethod
     async def start(
         cls, site: Site, name: str, start: Start, num_threads: int, make_peer: Callable[[ControllerChannel], Peer]
     ) -> Child:
-        """Start the process that ``start`` describes; it has not loaded anything yet when this returns."""
-        write_start(site.directory / f"{name}.json", start)
-        peer = make_peer(ControllerChannel(site.directory, name, controller.Message))
+        """Start the process that ``start`` describes; it has not loaded anything yet when this returns.
+
+        :class:`~headrace.errors.RunError` where the system refuses.
+        """
         log = site.logs / f"{name}.log"
-        theirs, ours = os.pipe()
+        peer = make_peer(ControllerChannel(site.directory, name, controller.Message))
         try:
-            with log.open("ab") as output:
+            write_start(site.directory / f"{name}.json", start)
+            process, lifeline = await cls._spawn(site, name, log, num_threads)
+        except OSError as error:
+            peer.close()
+            raise RunError(
+                f"the process {name} cannot be started: {error}",
+                remedy=f"is there room in {site.directory} and {site.logs}, may more processes start (ulimit)?",
+            ) from None
+        except BaseException:
+            peer.close()
+            raise
+        return cls(name, peer, process, log, lifeline)
+
+    @staticmethod
+    async def _spawn(site: Site, name: str, log: Path, num_threads: int) -> tuple[Process, int]:
+        """The process, and our end of the pipe that keeps it alive."""
+        with log.open("ab") as output:
+            theirs, ours = os.pipe()
+            try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "headrace.launch.hosts.main", str(site.directory), name, str(theirs),
                     stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
                     start_new_session=True, env=child_environment(site.token, num_threads),
                 )  # fmt: skip
-        finally:
-            os.close(theirs)
-        return cls(name, peer, process, log, ours)
+            except BaseException:
+                os.close(ours)
+                raise
+            finally:
+                os.close(theirs)
+        return process, ours
 
     @property
     def pid(self) -> int:
@@ -86,18 +109,22 @@ class Child:
         return "ready" if self.peer.ready.done() else "starting"
 
     async def died(self) -> str:
-        """Wait for its end; why, in words."""
+        """Wait for its end, and end what it started; why, in words. One that has said why is not waited for long."""
+        async with asyncio.TaskGroup() as group:
+            ended = group.create_task(self._process.wait())
+            spoke = group.create_task(self.peer.spoke.wait())
+            await asyncio.wait({ended, spoke}, return_when=asyncio.FIRST_COMPLETED)
+            if spoke.done() or ended.result() == SPOKE:
+                await asyncio.wait({ended, spoke}, timeout=LAST_WORDS_S)
+            await self.kill()
+            spoke.cancel()
         code = await self._process.wait()
-        if code == SPOKE:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self.peer.spoke.wait()
         return f"{self.role} (pid {self.pid}) {_exit_words(code)}{self._last_lines()}"
 
     async def end(self, farewell: object) -> None:
         """Tell it to end; make it end if it does not."""
-        if self._process.returncode is None:
-            with contextlib.suppress(TimeoutError, RunError):  # one that is still loading cannot be told
+        if self._process.returncode is None and self.peer.ready.done():  # one that is still loading does not listen
+            with contextlib.suppress(TimeoutError, RunError):
                 self.peer.send(farewell)
                 async with asyncio.timeout(GRACE_S):
                     await self._process.wait()
@@ -105,9 +132,10 @@ class Child:
         self.close()
 
     async def kill(self) -> None:
-        """End it now, and what it started."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
+        """End it now, and what it started, which may outlive it."""
+        if not self._killed:
+            self._killed = True  # once: later the number may be another's
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
                 os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
 

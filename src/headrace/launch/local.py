@@ -9,39 +9,33 @@ controller ──orders──▶ engine     steps                      ◀─┐
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 import secrets
-import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from headrace.clock import RealClock
 from headrace.control import Parts, Serving
 from headrace.control.credit import credit
 from headrace.env import SingleTurn
 from headrace.environ import num_cores, shared_memory_root
-from headrace.errors import ComponentDied, DeadlineError
+from headrace.errors import ComponentDied, DeadlineError, RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Site
-from headrace.launch.clients import EngineClient, LearnerClient, ScorerPool
+from headrace.launch.clients import EngineClient, LearnerClient, ScorerPool, Terms
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import threads
+from headrace.launch.leases import Lease, sweep
 from headrace.launch.order import Component, Order, World
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.observation import Event
 from headrace.types.sampling import Sampling
-
-_NAME = re.compile(r"headrace-(\d+)-")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,8 +102,6 @@ class _Processes:
         farewells = {"engine": engine.Shutdown(), "learner": learner.Shutdown()}
         ends = [child.end(farewells.get(child.role, scorer.Shutdown())) for child in self.children]
         await asyncio.gather(*ends)
-        self.weights.unlink(missing_ok=True)
-        shutil.rmtree(self.site.directory, ignore_errors=True)
 
     async def _start(
         self,
@@ -157,7 +149,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 advantages=partial(credit, order.algo),
                 run_dir=order.run_dir,
             )
-            yield World(parts=parts, components=processes.components)
+            yield World(parts=parts, components=processes.components, send_warnings_to=pool.send_warnings_to)
 
 
 @asynccontextmanager
@@ -173,14 +165,16 @@ async def local_serving(order: Order) -> AsyncIterator[Serving]:
 @asynccontextmanager
 async def _launched(order: Order) -> AsyncIterator[_Processes]:
     """No process outlives the body; where it fails, they end at once."""
-    processes = _Processes(site=_site(order), order=order, weights=_weights_path())
-    try:
-        yield processes
-    except BaseException:
-        await asyncio.gather(*(child.kill() for child in processes.children))
-        raise
-    finally:
-        await processes.end()
+    with ExitStack() as leases:
+        site, weights = _premises(order, leases)
+        processes = _Processes(site=site, order=order, weights=weights)
+        try:
+            yield processes
+        except BaseException:
+            await asyncio.gather(*(child.kill() for child in processes.children))
+            raise
+        finally:
+            await processes.end()
 
 
 @asynccontextmanager
@@ -201,9 +195,12 @@ def _scorers(processes: _Processes) -> ScorerPool:
     order = processes.order
     return ScorerPool(
         processes.start_scorer,
-        num_workers=order.env.reward_workers,
-        concurrency=order.env.reward_concurrency,
-        timeout_s=order.env.reward_timeout_s,
+        Terms(
+            num_workers=order.env.reward_workers,
+            concurrency=order.env.reward_concurrency,
+            timeout_s=order.env.reward_timeout_s,
+            start_timeout_s=order.launch.start_timeout_s,
+        ),
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
     )
 
@@ -245,7 +242,7 @@ async def _watch(child: Child) -> None:
 async def _all_ready(children: list[Child], pool: ScorerPool, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*(child.peer.ready for child in children))
+            await asyncio.wait([child.peer.ready for child in children])  # unlike gather, it cancels none of them
             await pool.started()
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
@@ -255,24 +252,21 @@ async def _all_ready(children: list[Child], pool: ScorerPool, timeout_s: float) 
         ) from None
 
 
-def _site(order: Order) -> Site:
+def _premises(order: Order, leases: ExitStack) -> tuple[Site, Path]:
+    """Where the processes meet, and the weights' file in shared memory; what killed runs left there is removed."""
     logs = order.run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    _sweep(Path(tempfile.gettempdir()))
-    directory = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-"))
-    return Site(directory=directory, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans)
-
-
-def _weights_path() -> Path:
-    root = shared_memory_root()
-    _sweep(root)
-    return root / f"headrace-{os.getpid()}-{secrets.token_hex(4)}.weights"
-
-
-def _sweep(root: Path) -> None:
-    """Remove what runs of this user left behind when they were killed."""
-    for path in root.glob("headrace-*"):
-        match = _NAME.match(path.name)
-        if match and not psutil.pid_exists(int(match[1])):
-            with contextlib.suppress(OSError):  # another user's, or swept by another run just now
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    places = Path(tempfile.gettempdir()), shared_memory_root()
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        for root in places:
+            sweep(root)
+        directory = Lease.directory(places[0])
+        leases.callback(directory.end)
+        weights = Lease.file(places[1])
+        leases.callback(weights.end)
+    except OSError as error:
+        raise RunError(
+            f"the files of the run's processes cannot be made: {error}",
+            remedy=f"make room in {logs}, {places[0]} and {places[1]}, and let this user write there",
+        ) from None
+    return Site(directory=directory.path, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans), weights.path

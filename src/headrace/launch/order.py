@@ -72,3 +72,5 @@ class World:
 
     parts: Parts
     components: Callable[[], list[Component]]
+    send_warnings_to: Callable[[Callable[[str], None]], None]
+    """From now on the parts' warnings go there; before, they are events of the order without a time."""

@@ -52,7 +52,7 @@ Start = EngineStart | LearnerStart | ScorerStart
 
 
 def write_start(path: Path, start: Start) -> None:
-    """Write it for a child to read."""
+    """Write it for a child to read; ``OSError`` where that cannot be done."""
     path.write_bytes(msgspec.json.encode(start))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,9 @@ from headrace.config import Section
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
 """What an objective may ask of this learner, beyond what is always there."""
+
+
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LearnerConfig(Section):
@@ -23,8 +26,8 @@ class LearnerConfig(Section):
     """Where a decaying schedule ends, as a fraction of ``lr``."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear rise from 0 to ``lr``."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW's decay rates."""
+    betas: tuple[Rate, Rate] = (0.9, 0.99)
+    """AdamW's decay rates, each below 1."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's ε."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -98,7 +98,7 @@ class LearnerCore:
             halves(model, probe),
             chunk=max(1, LOGITS_PER_CHUNK // self._vocab_size),
             temperature=context.temperature,
-            entropy_gradient=objective.needs_entropy,
+            entropy_gradient="entropy" in objective.columns,
         )
         self._optimizer = build_optimizer((p for p in model.parameters() if p.requires_grad), config)
         self._spans: list[Span] = []
@@ -134,14 +134,15 @@ class LearnerCore:
         start_s = self._context.clock.now()
         self._refuse(batch)
         mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
-        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=self._objective.weights(layout(batch, mask)))
+        weights_N = self._objective.weights(layout(batch, mask))
+        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=weights_N, old=self._objective.old)
         if not work.mask_N.any():
             raise RunError(
                 f"no token of the batch of step {batch.step} can carry loss: {batch.num_loss_tokens} are in its mask, "
                 "none of those has a finite engine logprob",
                 remedy="check the engine's logits for NaN (weights, dtype, temperature)",
             )
-        if self._objective.needs_old:
+        if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
         tally = Tally(work)
         with ExitStack() as undo:

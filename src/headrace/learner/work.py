@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.algo.base import LossInputs, LossOutput, Ratio
+from headrace.algo.base import LossInputs, LossOutput, Old, Ratio
 from headrace.algo.metrics import add, means
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
@@ -29,11 +29,16 @@ class Work:
     """The tokens that carry loss: those of the batch's mask whose μ is finite."""
     weights_N: Tensor
     """The reduction: what each token weighs in the batch's loss."""
+    old: Old = "learner"
+    """Who is π_old."""
     selected_NP: Tensor | None = None
     """bool; the tokens that parts of the objective chose from the whole batch; ``None`` if none does."""
 
     def inputs(self, micro: MicroBatch, log_pi_M: Tensor, entropy_M: Tensor | None = None) -> LossInputs:
-        """The columns of ``micro``, where ``log_pi_M`` lies. π_old is π without its gradient: a batch is one update."""
+        """The columns of ``micro``, where ``log_pi_M`` lies.
+
+        A batch is one update, so the learner before this step is π without its gradient.
+        """
         device, places = log_pi_M.device, micro.places_M
         columns = {
             "log_mu_N": self.batch.logprobs_N[places],
@@ -45,7 +50,7 @@ class Work:
         recorded = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
         return LossInputs(
             log_pi_N=log_pi_M,
-            log_old_N=log_pi_M.detach(),
+            log_old_N=log_pi_M.detach() if self.old == "learner" else recorded["log_mu_N"],
             num_samples=len(micro.lengths_K),
             version_now=self.batch.step,
             entropy_N=entropy_M,

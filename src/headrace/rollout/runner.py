@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -37,20 +37,26 @@ class EnginePolicy:
     key: EpisodeKey
     on_tokens: Callable[[int], None]
     """Told how many tokens have arrived, as they arrive."""
-    turns_sampled: int = 0
+    turns_begun: int = 0
     """So far; a part of the next turn's seed."""
+    sampled: list[Turn] = field(default_factory=list)
+    """Every turn that has ended, one that failed halfway included."""
 
     async def sample(self, prompt_ids_T: IntColumn, *, parent: int) -> Turn:
-        seed = episode_seed(self.run_seed, self.key, self.turns_sampled)
-        self.turns_sampled += 1
+        seed = episode_seed(self.run_seed, self.key, self.turns_begun)
+        self.turns_begun += 1
         sampling = msgspec.structs.replace(self.sampling, seed=seed)
         parts: list[Tokens] = []
         stop_reason = None
-        async for chunk in self.engine.generate(prompt_ids_T, sampling):
-            parts.append(chunk.tokens)
-            stop_reason = chunk.stop_reason
-            self.on_tokens(len(chunk.tokens))
-        return Turn(author="policy", tokens=Tokens.concat(parts), parent=parent, stop_reason=stop_reason)
+        try:
+            async for chunk in self.engine.generate(prompt_ids_T, sampling):
+                parts.append(chunk.tokens)
+                stop_reason = chunk.stop_reason
+                self.on_tokens(len(chunk.tokens))
+        finally:
+            turn = Turn(author="policy", tokens=Tokens.concat(parts), parent=parent, stop_reason=stop_reason)
+            self.sampled.append(turn)
+        return turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +80,19 @@ class EpisodeRunner:
         try:
             episode.turns = await self.env.run(task, policy)
         except RequestError as error:
-            return _failed(episode, f"request_refused: {error.problem}")
+            begun = bool(policy.sampled) and len(policy.sampled[-1].tokens) > 0
+            reason = "engine_failed" if begun else "request_refused"
+            return _failed(episode, policy, f"{reason}: {error.problem}")
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
-            return _failed(episode, f"env_error: {type(error).__name__}: {error}")
+            return _failed(episode, policy, f"env_error: {type(error).__name__}: {error}")
         episode.status = EpisodeStatus.FINISHED
         return episode
 
 
-def _failed(episode: Episode, cause: str) -> Episode:
+def _failed(episode: Episode, policy: EnginePolicy, cause: str) -> Episode:
+    """What was sampled stays with it, so that it is counted; what it answered is gone with the environment's turns."""
+    episode.turns = [replace(turn, parent=None) for turn in policy.sampled]
     episode.status, episode.cause = EpisodeStatus.FAILED, cause
     return episode

@@ -5,17 +5,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import EnvError
+from headrace.config.user_code import load_file, where
+from headrace.errors import ConfigError, EnvError
 from headrace.scoring.base import Scores
 from headrace.types.messages.scorer import Score
 
@@ -94,21 +92,28 @@ class RewardFunction:
                 remedy="write reward(completion, **row) or reward(prompts, completions, **columns)",
             )
 
-    async def score(self, request: Score) -> Scores:
-        """Call it; whatever it does becomes a :class:`Scores`."""
+    async def score(self, request: Score, on_start: Callable[[], None] = lambda: None) -> Scores:
+        """Call it; whatever it does becomes a :class:`Scores`. ``on_start`` is called, from any thread, when the
+        function's turn has come."""
         try:
-            returned, error = await self._call(request)
+            returned, error = await self._call(request, on_start)
             if error is None:
                 return _check(returned if self.by_group else [returned], len(request.completions))
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
             error = raised
-        return Scores(rewards=(), failure=f"reward_error: {_where(error, _source_file(self._function))}")
+        return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
 
-    async def _call(self, request: Score) -> tuple[Any, BaseException | None]:
+    async def _call(self, request: Score, on_start: Callable[[], None]) -> tuple[Any, BaseException | None]:
         call = functools.partial(self._function, **self._arguments(request))
         if self._is_async:
+            on_start()
             return await call(), None
-        returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, _outcome, call)
+
+        def begin() -> tuple[Any, BaseException | None]:
+            on_start()
+            return _outcome(call)
+
+        returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
         return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
     def _arguments(self, request: Score) -> dict[str, Any]:
@@ -129,18 +134,10 @@ class RewardFunction:
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
     """Import the function that ``file.py:name`` names; :class:`EnvError` says where its file fails."""
     path, name = split_reference(reference)
-    spec = importlib.util.spec_from_file_location(f"headrace_user_{path.stem}", path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
-        raise EnvError(
-            f"env.reward={reference!r} cannot be imported: {_where(error, str(path.resolve()))}", remedy="mend it"
-        ) from None
+        module = load_file(path)
+    except ConfigError as error:
+        raise EnvError(f"env.reward={reference!r}: {error.problem}", remedy=error.remedy) from None
     function = vars(module)[name]
     if not callable(function):
         raise EnvError(f"env.reward={reference!r} is a {type(function).__name__}", remedy="name a function")
@@ -179,13 +176,13 @@ def _check(returned: Any, expected: int) -> Scores:
     return Scores(rewards=tuple(rewards))
 
 
-def _where(error: BaseException, source: str | None) -> str:
-    """``Kind: words at file.py:12``: the deepest line of the file ``source``, if any is in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
-    place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
-    words = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {words}{place}" if words else f"{type(error).__name__}{place}"
+def _in_words(error: BaseException, source: str | None) -> str:
+    """What ``error`` says, as text that can travel and be written."""
+    try:
+        words = where(error, source)
+    except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
+        words = f"{type(error).__name__}, which cannot be printed"
+    return words.encode("utf-8", "replace").decode()
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:

@@ -9,9 +9,8 @@ from typing import Any, Self
 import numpy as np
 from pydantic import model_validator
 
-from headrace.algo.advantages import Scores
+from headrace.algo.advantages import Outcomes
 from headrace.algo.config import AlgoConfig
-from headrace.algo.objective import Objective
 from headrace.config import Section, load_toml, merge, parse_override, validate
 from headrace.control import RunSection
 from headrace.engine import EngineConfig
@@ -60,14 +59,15 @@ class RunConfig(Section):
         if self.flow.max_age > 0 and not self.algo.corrected and not self.algo.allow_uncorrected:
             raise ConfigError(
                 f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
-                remedy="set algo.correction = 'tis' (or another), flow.max_age = 0, or, to insist, "
+                remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
                 "algo.allow_uncorrected = true",
             )
         return self
 
     @model_validator(mode="after")
     def _learner_has_the_columns(self) -> Self:
-        missing = sorted(Objective.build(self.algo).columns - COLUMNS)
+        parts = (self.algo.loss, *self.algo.correction)
+        missing = sorted({column for part in parts for column in part.columns()} - COLUMNS)
         if missing:
             raise ConfigError(
                 f"algo.loss={self.algo.loss.kind!r} with its corrections reads {', '.join(missing)}, which the learner "
@@ -80,9 +80,14 @@ class RunConfig(Section):
     def _episodes_have_the_columns(self) -> Self:
         """Tried on two episodes with what single-turn episodes have: rewards, groups, lengths."""
         advantage = self.algo.advantage
+        if advantage.stateful:
+            raise ConfigError(
+                f"algo.advantage={advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
+                remedy="choose another algo.advantage",
+            )
         ones = np.ones(2, np.int64)
         try:
-            credit = self.algo.credit(Scores(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
+            credit = self.algo.credit(Outcomes(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
         except DataError as error:
             raise ConfigError(
                 f"algo.advantage={advantage.kind!r} does not fit env.kind={self.env.kind!r}: {error.problem}",

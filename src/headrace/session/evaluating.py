@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.control import RunSection, Serving
+from headrace.control.board import Board, LoopContract
 from headrace.control.evaluation import Evaluator
 from headrace.control.observer import Observers
 from headrace.launch import local_serving
@@ -49,7 +52,7 @@ def evaluate(
     inputs = Inputs(eval_data=eval_data, reward=reward)
     prepared = prepare(load_config(config, overrides), inputs, training=False)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:
-        return in_own_loop(lambda: _evaluate(prepared, Path(logs)))
+        return in_own_loop(lambda _: _evaluate(prepared, Path(logs)))
 
 
 async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
@@ -64,10 +67,7 @@ async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
     order = make_order(prepared, run_dir=logs, snapshot=None, observers=Observers(()))
     try:
         async with local_serving(order) as serving:
-            evaluator = Evaluator(
-                serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
-            )
-            mean_reward = await evaluator.mean_reward(count, warnings.append)
+            mean_reward = await watched(serving, run, count, warnings.append)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
     assert mean_reward is not None
@@ -81,3 +81,32 @@ async def _evaluate(prepared: Prepared, logs: Path) -> Evaluation:
         tokens=tokens,
         warnings=warnings,
     )
+
+
+_CONTRACT = LoopContract(
+    name="eval",
+    consumes="held-out tasks",
+    produces="a mean reward",
+    waits_for="tokens; the scorers",
+    unblocked_by="engine, scoring workers",
+)
+
+
+async def watched(
+    serving: Serving, run: RunSection, count: Callable[[int], None], warn: Callable[[str], None]
+) -> float | None:
+    """The mean reward on the held-out tasks; :class:`~headrace.errors.StallError` if nothing moves for
+    ``run.stall_timeout_s``."""
+    board = Board((_CONTRACT,), serving.clock)
+    evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
+
+    def arrived(tokens: int) -> None:
+        board.progress()
+        count(tokens)
+
+    async with asyncio.TaskGroup() as group:
+        watchdog = group.create_task(board.watch(run.stall_timeout_s, lambda: serving.engine.stats().steps))
+        with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
+            mean_reward = await evaluator.mean_reward(arrived, warn)
+        watchdog.cancel()
+    return mean_reward

@@ -60,6 +60,7 @@ class Prepared:
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
+            digest.update(_as_sent(task))  # the answers too
         return digest.hexdigest()
 
 
@@ -114,8 +115,7 @@ def _check_own_loss(config: RunConfig) -> None:
     if not report.ok:
         raise ConfigError(
             f"algo.loss: {report}",
-            remedy="mend it (headrace.algo.base.log_ratio clamps ratios), then try "
-            f"headrace check loss {config.algo.loss.ref}",
+            remedy=f"mend it, then try headrace check loss {config.algo.loss.ref}",
         )
 
 
@@ -169,12 +169,18 @@ def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
 
 
+_CODEC = Codec(Score)
+
+
+def _as_sent(task: Task) -> bytes:
+    return _CODEC.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row))
+
+
 def _refuse_unsendable(tasks: Sequence[Task]) -> None:
     """Rows travel to the scoring workers: better to know now than in the middle of a run."""
-    codec = Codec(Score)
     for task in tasks:
         try:
-            codec.decode(codec.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row)))
+            _CODEC.decode(_as_sent(task))
         except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
@@ -21,24 +22,61 @@ def first_cause(error: BaseException) -> BaseException:
     return (own or causes)[0]
 
 
-def in_own_loop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run to the end, also from within a running loop (a notebook)."""
+class Interrupts:
+    """Passes Ctrl-C on to a loop in another thread. What runs there may say what it means; else it is cancelled."""
+
+    def __init__(self) -> None:
+        self.handler: Callable[[], None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    async def attend(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run ``main``, which :meth:`pass_on` interrupts from now on."""
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await main
+
+    def pass_on(self) -> None:
+        """Ctrl-C was pressed. Called from another thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: it is over
+                self._loop.call_soon_threadsafe(self._interrupted)
+
+    def _interrupted(self) -> None:
+        if self.handler is not None:
+            self.handler()
+        elif self._task is not None:
+            self._task.cancel()
+
+
+def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
+    """Run to the end, also from within a running loop (a notebook): in a thread then, which is always waited for."""
+    interrupts = Interrupts()
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main())
+        return asyncio.run(main(interrupts))
     results: list[T] = []
     errors: list[BaseException] = []
+    over = threading.Event()
 
     def run() -> None:
         try:
-            results.append(asyncio.run(main()))
+            results.append(asyncio.run(interrupts.attend(main(interrupts))))
+        except asyncio.CancelledError:
+            errors.append(KeyboardInterrupt())
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
             errors.append(error)
+        finally:
+            over.set()
 
-    thread = threading.Thread(target=run, name="headrace")
-    thread.start()
-    thread.join()
+    fresh = [threading.Thread(target=run, name="headrace")]
+    while not over.is_set():
+        try:
+            if fresh:
+                fresh.pop().start()  # waits too, and can be interrupted
+            over.wait()  # not join: an interrupted join takes the thread for ended
+        except KeyboardInterrupt:
+            interrupts.pass_on()
     if errors:
         raise errors[0]
     return results[0]

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
 from headrace.launch import Component, Order, World, local_world
 from headrace.launch.heap import settled_heap
-from headrace.observe import Recorder, judge, open_view, write_report
+from headrace.observe import Recorder, open_view, write_report
+from headrace.observe.report import run_verdict
+from headrace.observe.rundata import load_run
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
@@ -39,9 +43,11 @@ from headrace.session.directory import (
 )
 from headrace.session.order import make_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
-from headrace.session.running import first_cause, in_own_loop
-from headrace.types.observation import Fractions, LiveState
+from headrace.session.running import Interrupts, first_cause, in_own_loop
+from headrace.types.observation import LiveState
 
+FAREWELL_S = 30.0
+"""How long a run that failed waits for its ledger."""
 REDRAW_S = 0.5
 """How often the live view and ``status.json`` are renewed."""
 
@@ -58,8 +64,8 @@ def train(  # gate: parameters - the public call: everything that a user may han
     """Train a model as ``config`` says (a TOML file, a tree, or a record), and say what came of it.
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
-    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C ends the run after the step
-    that is running, with a checkpoint.
+    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C ends the run after the steps
+    that are ordered, with a checkpoint; a second one ends it at once, with ``KeyboardInterrupt``.
 
     Raises :class:`~headrace.errors.HeadraceError`; ``summary.json`` is written all the same once training has begun.
     """
@@ -68,7 +74,7 @@ def train(  # gate: parameters - the public call: everything that a user may han
     run_dir = choose_directory(prepared.config.run.dir, RealClock())
     with locked(run_dir, resume=resume):
         try:
-            summary = in_own_loop(lambda: _train(prepared, run_dir))
+            summary = in_own_loop(lambda interrupts: _train(prepared, run_dir, interrupts))
         except BaseException:
             with suppress(HeadraceError):  # what went wrong before is what the user must hear of
                 _report(prepared, run_dir)
@@ -82,7 +88,7 @@ def _report(prepared: Prepared, run_dir: Path) -> None:
         write_report(run_dir)
 
 
-async def _train(prepared: Prepared, run_dir: Path) -> Summary:
+async def _train(prepared: Prepared, run_dir: Path, interrupts: Interrupts) -> Summary:
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
@@ -114,7 +120,7 @@ async def _train(prepared: Prepared, run_dir: Path) -> Summary:
             )
             return Controller(world.parts, settings, ledger=ledger, writer=writer, observers=(observers,))
 
-        return await _run(order, control, start, view)
+        return await _run(order, control, start, Watchers(view=view, interrupts=interrupts))
 
 
 def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack) -> SqliteLedger:
@@ -125,38 +131,58 @@ def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack) -> SqliteLed
     return ledger
 
 
-async def _run(order: Order, control: Callable[[World], Controller], start: StartingPoint, view: View) -> Summary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watchers:
+    """Who watches a run from outside, and may end it."""
+
+    view: View
+    interrupts: Interrupts
+
+
+async def _run(
+    order: Order, control: Callable[[World], Controller], start: StartingPoint, watchers: Watchers
+) -> Summary:
     """Launch, control, and write the summary however it ends."""
     controller: Controller | None = None
     try:
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
-            pulse = group.create_task(_pulse(controller, world, view))
-            with _stopped_by_ctrl_c(controller), settled_heap():
+            world.send_warnings_to(partial(_warn, controller))
+            pulse = group.create_task(_pulse(controller, world, watchers.view))
+            with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap():
                 summary = _finish(controller, await controller.run(start))
             pulse.cancel()
     except BaseException as error:
         cause = first_cause(error)
         if controller is not None:
-            with suppress(HeadraceError):  # what went wrong may be the ledger itself
-                await controller.state.flow.flush()
-            status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-            with suppress(HeadraceError):  # or the disk
-                _finish(controller, controller.summary(status, cause=str(cause)))
+            await _last_words(controller, cause)
         if cause is error:
             raise
         raise cause from None
     return summary
 
 
+def _warn(controller: Controller, text: str) -> None:
+    """What the scoring workers have to say; deaths of one kind differ in their pid."""
+    controller.state.warn(text, kind=text.partition(" (")[0])
+
+
+async def _last_words(controller: Controller, cause: BaseException) -> None:
+    """Write what the run came to, as far as that can be: the disk or the ledger may be what went wrong."""
+    with suppress(HeadraceError, TimeoutError):  # where the ledger hangs, its books cannot be counted either
+        with suppress(HeadraceError):
+            await asyncio.wait_for(controller.state.flow.flush(), FAREWELL_S)
+        status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
+        _finish(controller, controller.summary(status, cause=str(cause)))
+
+
 def _finish(controller: Controller, summary: Summary) -> Summary:
-    """Add the verdict; write summary and report."""
-    fractions = Fractions(
-        engine_idle=summary.engine_idle_frac, learner_idle=summary.learner_idle_frac, sync=summary.exposed_sync_frac
-    )
-    verdict = str(judge(fractions)) if summary.tokens_trained else ""
-    summary = msgspec.structs.replace(summary, verdict=verdict)
-    write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
+    """Write the summary, then once more with the verdict that the report will find."""
+    run_dir = controller.state.parts.run_dir
+    write_json(run_dir / SUMMARY_FILE, summary)
+    verdict = run_verdict(load_run(run_dir)) if summary.tokens_trained else None
+    summary = msgspec.structs.replace(summary, verdict=str(verdict or ""))
+    write_json(run_dir / SUMMARY_FILE, summary)
     return summary
 
 
@@ -196,25 +222,43 @@ def _view(config: RunConfig) -> View:
 
 
 @contextmanager
-def _stopped_by_ctrl_c(controller: Controller) -> Iterator[None]:
-    """The first Ctrl-C asks the run to stop, the second ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _stopped_by_ctrl_c(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
+    """The first Ctrl-C asks the run to stop, the second ends it at once: ``KeyboardInterrupt``."""
+    at_once = False
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
     def asked() -> None:
+        nonlocal at_once
         if controller.state.stop_asked:
+            at_once = True
             task.cancel()
-        controller.state.event("stopping after this step; Ctrl-C again to end at once")
+            return
+        controller.state.event("stopping after the steps that are ordered; Ctrl-C again to end at once")
         controller.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    with _told_of_ctrl_c(loop, interrupts, asked):
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not at_once:
+                raise
+            raise KeyboardInterrupt("stopped at once; --resume goes on") from None
+
+
+@contextmanager
+def _told_of_ctrl_c(
+    loop: asyncio.AbstractEventLoop, interrupts: Interrupts, asked: Callable[[], None]
+) -> Iterator[None]:
+    """By signals in the main thread, which alone may have them; else by whoever waits for this thread."""
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    interrupts.handler = asked
+    for number in signals:
         loop.add_signal_handler(number, asked)
     try:
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        interrupts.handler = None
+        for number in signals:
             loop.remove_signal_handler(number)

@@ -24,7 +24,7 @@ class GroupState(enum.StrEnum):
     SCORED = "scored"
     """Every episode has a reward or a cause of failure."""
     READY = "ready"
-    """It has advantages and may be trained."""
+    """Enough of its episodes have a reward: it may be trained."""
     TAKEN = "taken"
     """It is in the batch of a step."""
     TRAINED = "trained"

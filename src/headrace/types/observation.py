@@ -70,7 +70,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     dropped_groups: dict[str, int] = {}
     """Groups dropped since the run started, by reason."""
     dropped_tokens: dict[str, int] = {}
-    """Sampled tokens dropped since the run started, by reason."""
+    """Tokens of trained groups that could carry no loss, since this life of the run started, by reason."""
 
 
 class Fractions(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,13 +12,13 @@ from headrace.algo.advantages.grpo import GrpoAdvantage
 from headrace.algo.advantages.maxrl import Maxrl
 from headrace.algo.advantages.opo import Opo
 from headrace.algo.advantages.optimal_baseline import OptimalBaseline
+from headrace.algo.advantages.outcomes import Outcomes, outcomes_of
 from headrace.algo.advantages.prpo import Prpo
 from headrace.algo.advantages.rae import Rae
 from headrace.algo.advantages.reinforce_pp import ReinforcePp
 from headrace.algo.advantages.remax import Remax
 from headrace.algo.advantages.reverse_kl import ReverseKl
 from headrace.algo.advantages.rloo import Rloo
-from headrace.algo.advantages.scores import Scores, scores_of
 from headrace.algo.advantages.step import Step
 
 AnyAdvantage = (
@@ -26,4 +26,4 @@ AnyAdvantage = (
 )
 AdvantageConfig = Annotated[AnyAdvantage, Field(discriminator="kind")]
 
-__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Scores", "scores_of"]
+__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]

@@ -1,8 +1,10 @@
 """What an advantage is: rewards in, one number per episode (or per token) out. NumPy only: it runs in the controller.
 
 An episode whose reward is None (NaN here) is not counted: it takes no part in any baseline and its advantage is 0. A
-group with a single counted episode has nothing to compare it with: its advantage is 0, never the raw reward. Groups may
-be of unequal size: each is normalised by itself. A batch in which no reward counts has advantages 0 throughout.
+group with a single counted episode has nothing to compare it with: what is compared within groups is 0 there, never the
+raw reward. Groups may be of unequal size: each is normalised by itself. A batch in which no reward counts has
+advantages 0 throughout. Formulas with a baseline of their own (the batch, a running mean, a greedy answer, a teacher)
+say what they do with a group of one.
 
 Shape legend: E episodes (or turns, where a formula says so), K parts of a reward, N tokens of the episodes one after
 the other.
@@ -14,7 +16,7 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from headrace.algo.advantages.scores import Bools, Floats, Ints, Scores
+from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
 from headrace.config import Section
 from headrace.errors import DataError
 
@@ -30,9 +32,12 @@ class Advantage(Protocol):
     per_token: ClassVar[bool]
     """Whether the result is one number per token (N) rather than per episode (E)."""
     reads: ClassVar[frozenset[str]]
-    """What it looks at beyond rewards and groups, as :func:`~headrace.algo.advantages.scores.scores_of` names it."""
+    """What it looks at beyond rewards and groups, as
+    :func:`~headrace.algo.advantages.outcomes.outcomes_of` names it."""
+    stateful: ClassVar[bool]
+    """Whether it has to be told what earlier batches came to: without that, a run cannot use it."""
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode, or of every token."""
         ...
 
@@ -43,6 +48,7 @@ class AdvantageSection(Section):
     scope: ClassVar[Scope] = "group"
     per_token: ClassVar[bool] = False
     reads: ClassVar[frozenset[str]] = frozenset()
+    stateful: ClassVar[bool] = False
 
 
 def given(column: A | None, name: str) -> A:
@@ -69,12 +75,12 @@ def joint(first: Ints, second: Ints) -> Ints:
     return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def centered(scores: Scores, weights_E: Floats | None = None) -> Floats:
+def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
     """Reward less the (weighted) mean of its group; exactly 0 where a group's rewards are all the same."""
-    weights_E = scores.counted_E.astype(np.float64) if weights_E is None else weights_E * scores.counted_E
-    mass_E = total(weights_E, scores.groups_E)
-    mean_E = total(weights_E * scores.values_E, scores.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
-    return without_rounding((scores.values_E - mean_E) * scores.counted_E, mean_E)
+    weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
+    mass_E = total(weights_E, outcomes.groups_E)
+    mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
+    return without_rounding((outcomes.values_E - mean_E) * outcomes.counted_E, mean_E)
 
 
 def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:

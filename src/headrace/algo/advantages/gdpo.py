@@ -10,12 +10,13 @@ from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, Scope, divided, moments
 from headrace.algo.advantages.grpo import GrpoAdvantage
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.errors import DataError
 
 
 class Gdpo(AdvantageSection):
-    """Σ_k w_k·(R_k − mean_k)/(std_k + ε) over the group, n − 1 in the denominator, then whitened over the batch.
+    """Σ_k w_k·(R_k − mean_k)/(std_k + ε) over the group, n − 1 in the denominator, then whitened over the batch:
+    mean 0, standard deviation 1 with n in the denominator.
 
     Source: Liu et al., arXiv 2601.05242, eq. 4–7. A single reward is one part.
     """
@@ -28,17 +29,19 @@ class Gdpo(AdvantageSection):
     """ε: added to every standard deviation."""
     scope: ClassVar[Scope] = "batch"
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        parts_EK = scores.rewards_E[:, None] if scores.parts_EK is None else scores.parts_EK
+        parts_EK = outcomes.rewards_E[:, None] if outcomes.parts_EK is None else outcomes.parts_EK
         weights = self.weights or (1.0,) * parts_EK.shape[1]
         if len(weights) != parts_EK.shape[1]:
             raise DataError(
                 f"gdpo has {len(weights)} weights for {parts_EK.shape[1]} rewards", remedy="give one weight per reward"
             )
         single = GrpoAdvantage(std="ddof1", eps=self.eps)
-        counted_KE = np.where(scores.counted_E, parts_EK.T, np.nan)
-        columns = [single(replace(scores, rewards_E=column_E, parts_EK=None)) for column_E in counted_KE]
+        counted_KE = np.where(outcomes.counted_E, parts_EK.T, np.nan)
+        columns = [single(replace(outcomes, rewards_E=column_E, parts_EK=None)) for column_E in counted_KE]
         summed_E = sum((w * column_E for w, column_E in zip(weights, columns, strict=True)), np.zeros(len(parts_EK)))
-        mean, std = moments(summed_E, scores.counted_E.astype(np.float64))
-        return divided((summed_E - mean) * scores.counted_E, np.full(len(summed_E), std + self.eps if std > 0 else 0.0))
+        mean, std = moments(summed_E, outcomes.counted_E.astype(np.float64))
+        return divided(
+            (summed_E - mean) * outcomes.counted_E, np.full(len(summed_E), std + self.eps if std > 0 else 0.0)
+        )

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, centered, divided, total
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 DDOF = {"ddof0": 0, "ddof1": 1}
 
@@ -28,15 +28,15 @@ class GrpoAdvantage(AdvantageSection):
     leave_one_out: bool = False
     """Subtract the mean of the other episodes instead; the standard deviation stays that of the whole group."""
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        difference_E = centered(scores)
-        num_E = total(scores.counted_E.astype(np.float64), scores.groups_E)
+        difference_E = centered(outcomes)
+        num_E = total(outcomes.counted_E.astype(np.float64), outcomes.groups_E)
         credit_E = difference_E
         if self.leave_one_out:
             credit_E = divided(difference_E * num_E, np.maximum(num_E - 1, 0))
         if self.std == "none":
             return credit_E
-        squares_E = total(difference_E**2, scores.groups_E)
+        squares_E = total(difference_E**2, outcomes.groups_E)
         std_E = np.sqrt(divided(squares_E, np.maximum(num_E - DDOF[self.std], 0)))
         return divided(credit_E, np.where(std_E > 0, std_E + self.eps, 0.0))

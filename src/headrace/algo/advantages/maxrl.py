@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.algo.advantages.base import AdvantageSection, centered, divided
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class Maxrl(AdvantageSection):
@@ -19,8 +19,8 @@ class Maxrl(AdvantageSection):
     kind: Literal["maxrl"] = "maxrl"
     """Selects this advantage."""
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        difference_E = centered(scores)
-        mean_E = scores.values_E - difference_E
-        return divided(difference_E, np.where(scores.counted_E & (mean_E > 0), mean_E, 0.0))
+        difference_E = centered(outcomes)
+        mean_E = outcomes.values_E - difference_E
+        return divided(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))

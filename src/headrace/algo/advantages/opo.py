@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from headrace.algo.advantages.base import AdvantageSection, centered, given
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class Opo(AdvantageSection):
@@ -20,6 +20,6 @@ class Opo(AdvantageSection):
     """Selects this advantage."""
     reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        return centered(scores, given(scores.lengths_E, "lengths").astype(np.float64))
+        return centered(outcomes, given(outcomes.lengths_E, "lengths").astype(np.float64))

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from headrace.algo.advantages.base import AdvantageSection, divided, given, joint, total, without_rounding
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class OptimalBaseline(AdvantageSection):
@@ -23,18 +23,18 @@ class OptimalBaseline(AdvantageSection):
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"energies"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every token."""
-        energies_N = given(scores.energies_N, "energies")
-        lengths_E = given(scores.lengths_E, "lengths")
+        energies_N = given(outcomes.energies_N, "energies")
+        lengths_E = given(outcomes.lengths_E, "lengths")
         starts_N = np.repeat(np.cumsum(lengths_E) - lengths_E, lengths_E)
-        owners_N = scores.owners_N
+        owners_N = outcomes.owners_N
         sums_N = np.cumsum(energies_N)
         weights_N = sums_N - (sums_N - energies_N)[starts_N] if len(sums_N) else sums_N
-        weights_N = weights_N * scores.counted_E[owners_N]
+        weights_N = weights_N * outcomes.counted_E[owners_N]
         places_N = np.arange(len(owners_N)) - starts_N
-        keys_N = joint(scores.groups_E[owners_N], places_N)
-        values_N = scores.values_E[owners_N]
+        keys_N = joint(outcomes.groups_E[owners_N], places_N)
+        values_N = outcomes.values_E[owners_N]
         mass_N = total(weights_N, keys_N)
         baseline_N = np.where(mass_N > 0, divided(total(weights_N * values_N, keys_N), mass_N), values_N)
-        return without_rounding((values_N - baseline_N) * scores.counted_E[owners_N], values_N)
+        return without_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)

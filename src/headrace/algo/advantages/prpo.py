@@ -9,15 +9,15 @@ from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, divided, given, joint, total, without_rounding
 from headrace.algo.advantages.grpo import GrpoAdvantage
-from headrace.algo.advantages.scores import Floats, Ints, Scores
+from headrace.algo.advantages.outcomes import Floats, Ints, Outcomes
 
 
 class Prpo(AdvantageSection):
-    """A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε).
+    """A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε); std of p with denominator n.
 
     p is the mean process reward of a token's segment; segments begin at the K tokens of highest entropy that are at
-    least m apart. So the mean over an episode's tokens is its outcome advantage (R − mean)/(std + ε). Needs ``process``
-    and ``entropies``. Source: Ding et al., arXiv 2601.07182.
+    least m apart. So the mean over an episode's tokens is its outcome advantage (R − mean)/(std + ε), with
+    n − 1 in that std. Needs ``process`` and ``entropies``. Source: Ding et al., arXiv 2601.07182.
     """
 
     kind: Literal["prpo"] = "prpo"
@@ -33,10 +33,10 @@ class Prpo(AdvantageSection):
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every token."""
-        process_N, entropies_N = given(scores.process_N, "process"), given(scores.entropies_N, "entropies")
-        owners_N, lengths_E = scores.owners_N, given(scores.lengths_E, "lengths")
+        process_N, entropies_N = given(outcomes.process_N, "process"), given(outcomes.entropies_N, "entropies")
+        owners_N, lengths_E = outcomes.owners_N, given(outcomes.lengths_E, "lengths")
         segments_N = owners_N.copy()
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
             segments_N[end - length : end] = self._segments(entropies_N[end - length : end])
@@ -44,12 +44,12 @@ class Prpo(AdvantageSection):
         ones_N = np.ones(len(owners_N))
         p_N = total(process_N, keys_N) / total(ones_N, keys_N)
         shift_N = without_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
-        groups_N = scores.groups_E[owners_N]
+        groups_N = outcomes.groups_E[owners_N]
         spread_N = without_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
         std_N = np.sqrt(total(spread_N**2, groups_N) / total(ones_N, groups_N))
-        outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(scores)
+        outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(outcomes)
         credit_N = outcome_E[owners_N] + self.weight * divided(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))
-        return credit_N * scores.counted_E[owners_N]
+        return credit_N * outcomes.counted_E[owners_N]
 
     def _segments(self, entropies_T: Floats) -> Ints:
         """The number of each token's segment within its episode."""

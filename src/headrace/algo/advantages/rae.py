@@ -8,13 +8,14 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, Scope
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class Rae(AdvantageSection):
     """b ← α·b + (1 − α)·R, then R − b, per agent, in the order of the episodes. A group of one is defined.
 
-    Without ``agents`` there is one agent; without ``baselines`` each starts at 0.
+    Without ``agents`` there is one agent; without ``baselines`` each starts at 0, so every batch has to be given those
+    that the one before it ended with (:meth:`follow`).
     Source: Liu et al. (SPIRAL), arXiv 2506.24119, eq. 4 and 5.
     """
 
@@ -23,21 +24,22 @@ class Rae(AdvantageSection):
     decay: float = Field(default=0.95, ge=0, lt=1)
     """α: how much of the running mean is kept at each episode."""
     scope: ClassVar[Scope] = "batch"
+    stateful: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"agents", "baselines"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        credit_E, _ = self.follow(scores)
+        credit_E, _ = self.follow(outcomes)
         return credit_E
 
-    def follow(self, scores: Scores) -> tuple[Floats, Floats]:
+    def follow(self, outcomes: Outcomes) -> tuple[Floats, Floats]:
         """The credit of every episode, and the baseline of every agent after them: what the next batch starts from."""
-        agents_E = np.zeros(len(scores.rewards_E), np.int64) if scores.agents_E is None else scores.agents_E
+        agents_E = np.zeros(len(outcomes.rewards_E), np.int64) if outcomes.agents_E is None else outcomes.agents_E
         num_agents = int(agents_E.max()) + 1 if len(agents_E) else 0
-        baselines = np.zeros(num_agents) if scores.baselines is None else scores.baselines.copy()
+        baselines = np.zeros(num_agents) if outcomes.baselines is None else outcomes.baselines.copy()
         credit_E = np.zeros(len(agents_E))
-        for episode in np.flatnonzero(scores.counted_E):
-            agent, reward = agents_E[episode], scores.rewards_E[episode]
+        for episode in np.flatnonzero(outcomes.counted_E):
+            agent, reward = agents_E[episode], outcomes.rewards_E[episode]
             baselines[agent] = self.decay * baselines[agent] + (1 - self.decay) * reward
             credit_E[episode] = reward - baselines[agent]
         return credit_E, baselines

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from headrace.algo.advantages.base import AdvantageSection, given
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class Remax(AdvantageSection):
@@ -20,7 +20,7 @@ class Remax(AdvantageSection):
     """Selects this advantage."""
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        greedy_E = given(scores.greedy_E, "greedy")
-        return np.where(scores.counted_E & ~np.isnan(greedy_E), scores.values_E - np.nan_to_num(greedy_E), 0.0)
+        greedy_E = given(outcomes.greedy_E, "greedy")
+        return np.where(outcomes.counted_E & ~np.isnan(greedy_E), outcomes.values_E - np.nan_to_num(greedy_E), 0.0)

@@ -8,13 +8,14 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, centered, given
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class ReverseKl(AdvantageSection):
     """β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
 
-    The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
+    The teacher's part looks at no reward: it is there for a group of one and for a reward that does not count, where
+    the reward's part is 0. The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
     Source: Agarwal et al. (GKD), arXiv 2306.13649; Lu (2025), "On-policy distillation".
     """
 
@@ -27,9 +28,9 @@ class ReverseKl(AdvantageSection):
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every token."""
-        gap_N = given(scores.log_nu_N, "log_nu") - given(scores.log_mu_N, "log_mu")
+        gap_N = given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu")
         finite_N = np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
         credit_N = self.beta * finite_N
-        return credit_N + self.weight * centered(scores)[scores.owners_N] if self.weight else credit_N
+        return credit_N + self.weight * centered(outcomes)[outcomes.owners_N] if self.weight else credit_N

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from headrace.algo.advantages.base import AdvantageSection, leave_one_out
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 
 
 class Rloo(AdvantageSection):
@@ -17,6 +17,6 @@ class Rloo(AdvantageSection):
     kind: Literal["rloo"] = "rloo"
     """Selects this advantage."""
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        return leave_one_out(scores.values_E, scores.counted_E, scores.groups_E)
+        return leave_one_out(outcomes.values_E, outcomes.counted_E, outcomes.groups_E)

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algo.advantages.base import AdvantageSection, joint, leave_one_out, total
-from headrace.algo.advantages.scores import Floats, Ints, Scores
+from headrace.algo.advantages.outcomes import Floats, Ints, Outcomes
 
 
 class Step(AdvantageSection):
@@ -27,19 +27,19 @@ class Step(AdvantageSection):
     """ω: weight of the step credit beside the episode's."""
     reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
-        rows = np.arange(len(scores.rewards_E))
-        episodes_E = rows if scores.episodes_E is None else scores.episodes_E
-        returns_E, places_E = self._returns(scores.values_E, episodes_E)
-        states_E = places_E if scores.states_E is None else scores.states_E
-        keys_E = joint(scores.groups_E, states_E)
-        step_E = leave_one_out(returns_E, scores.counted_E, keys_E)
+        rows = np.arange(len(outcomes.rewards_E))
+        episodes_E = rows if outcomes.episodes_E is None else outcomes.episodes_E
+        returns_E, places_E = self._returns(outcomes.values_E, episodes_E)
+        states_E = places_E if outcomes.states_E is None else outcomes.states_E
+        keys_E = joint(outcomes.groups_E, states_E)
+        step_E = leave_one_out(returns_E, outcomes.counted_E, keys_E)
         _, first, owners_E = np.unique(episodes_E, return_index=True, return_inverse=True)
-        whole_E = total(scores.values_E, episodes_E)[first]
-        counted_E = total(scores.counted_E.astype(np.float64), episodes_E)[first] > 0
-        episode_E = leave_one_out(whole_E, counted_E, scores.groups_E[first])[owners_E]
-        return (episode_E + self.weight * step_E) * scores.counted_E
+        whole_E = total(outcomes.values_E, episodes_E)[first]
+        counted_E = total(outcomes.counted_E.astype(np.float64), episodes_E)[first] > 0
+        episode_E = leave_one_out(whole_E, counted_E, outcomes.groups_E[first])[owners_E]
+        return (episode_E + self.weight * step_E) * outcomes.counted_E
 
     def _returns(self, values_E: Floats, episodes_E: Ints) -> tuple[Floats, Ints]:
         """The discounted return from each turn on, and its place in its episode."""

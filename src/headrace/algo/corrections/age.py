@@ -25,7 +25,7 @@ class Age(CorrectionSection):
     """Oldest age that is trained on; unset: any."""
     corrects: ClassVar[bool] = False
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """Every token's version."""
         return frozenset({"versions"})
 

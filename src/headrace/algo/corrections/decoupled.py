@@ -11,7 +11,10 @@ from headrace.algo.corrections.section import CorrectionSection
 
 
 class Decoupled(CorrectionSection):
-    """min(ρ, C), ρ = π_old/μ per token, with a π_old that the learner has kept or recomputed.
+    """min(ρ, C), ρ = π_old/μ per token: tis with a wider bound, for a loss that clips π/π_old.
+
+    In a run π_old is the learner before this step, and a batch is one update: the ratio that the loss clips is 1 then,
+    and what remains is the weight. ``loglinear`` puts π_old between μ and π, ``algo.old = "engine"`` at μ: clips act.
 
     Source: Hilton et al., arXiv 2110.00641, eq. 5; for language models: AReaL, arXiv 2505.24298, eq. 5.
     """

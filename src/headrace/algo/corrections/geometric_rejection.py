@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Factor, LossInputs
-from headrace.algo.corrections.section import CorrectionSection, keep_sequences
+from headrace.algo.corrections.section import CorrectionSection, keep_sequences, refuse_crossed
 
 
 class GeometricRejection(CorrectionSection):
@@ -22,6 +23,11 @@ class GeometricRejection(CorrectionSection):
     """Least geometric mean of a sequence that is kept."""
     high: float = Field(default=1.001, gt=0)
     """Greatest geometric mean of a sequence that is kept."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_band(self) -> GeometricRejection:
+        refuse_crossed(self.kind, self.low, self.high)
+        return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Factor, LossInputs
-from headrace.algo.corrections.section import CorrectionSection, Level, log_rho_at
+from headrace.algo.corrections.section import CorrectionSection, Level, log_rho_at, refuse_crossed
 
 
 class Icepop(CorrectionSection):
@@ -25,6 +26,11 @@ class Icepop(CorrectionSection):
     level: Level = "token"
     """Whether ρ is the token's, the product over its sequence, or the geometric mean over it."""
     weighs: ClassVar[bool] = True
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_band(self) -> Icepop:
+        refuse_crossed(self.kind, self.low, self.high)
+        return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""

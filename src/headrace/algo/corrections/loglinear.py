@@ -24,7 +24,7 @@ class Loglinear(CorrectionSection):
     weighs: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = True
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """μ, and every token's version."""
         return frozenset({"log_mu", "versions"})
 

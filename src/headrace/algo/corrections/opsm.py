@@ -22,7 +22,7 @@ class Opsm(CorrectionSection):
     """δ: the mean log-ratio above which a blamed sequence is dropped."""
     corrects: ClassVar[bool] = False
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """μ alone."""
         return frozenset({"log_mu"})
 

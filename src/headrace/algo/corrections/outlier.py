@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Factor, LossInputs
-from headrace.algo.corrections.section import CorrectionSection, keep_sequences
+from headrace.algo.corrections.section import CorrectionSection, keep_sequences, refuse_crossed
 
 
 class Outlier(CorrectionSection):
@@ -23,6 +24,11 @@ class Outlier(CorrectionSection):
     high: float = Field(default=100.0, gt=0)
     """Greatest ratio that a token may have."""
     corrects: ClassVar[bool] = False
+
+    @pydantic.model_validator(mode="after")
+    def _has_a_band(self) -> Outlier:
+        refuse_crossed(self.kind, self.low, self.high)
+        return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""

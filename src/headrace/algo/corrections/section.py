@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headrace.algo.base import Column, Factor, LossInputs
 from headrace.config import Section
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +21,21 @@ class CorrectionSection(Section):
     corrects: ClassVar[bool] = True
     replaces_old: ClassVar[bool] = False
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """The columns it reads beyond the ones that are always there."""
         return frozenset({"log_old", "log_mu"})
 
     def select(self, whole: LossInputs) -> Tensor:
         """The tokens it chooses from the whole batch."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
+
+
+def refuse_crossed(kind: str, low: float, high: float) -> None:
+    """:class:`ConfigError` for a band that nothing lies in."""
+    if low >= high:
+        raise ConfigError(
+            f"correction {kind!r} has low={low} and high={high}: it keeps nothing", remedy="set low < high"
+        )
 
 
 def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:

@@ -25,7 +25,7 @@ class TopEntropy(CorrectionSection):
     """Share of the batch's tokens that are trained on; at least one."""
     corrects: ClassVar[bool] = False
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """Entropies, and the tokens chosen by them."""
         return frozenset({"entropy", "selected"})
 

@@ -25,9 +25,9 @@ class TrustRegion(CorrectionSection):
     """γ: by how much the band narrows per version."""
     weighs: ClassVar[bool] = True
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """Both policies, and every token's version."""
-        return super().needs() | {"versions"}
+        return super().columns() | {"versions"}
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """The factor of every token."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Anchor, LossInputs, TokenLoss
-from headrace.algo.losses.section import AnchoredLoss
+from headrace.algo.losses.section import AnchoredLoss, refuse_idle
 
 
 class Cispo(AnchoredLoss):
@@ -26,6 +27,12 @@ class Cispo(AnchoredLoss):
     """Also keep the weight from falling below 1 − ``clip_low``."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """ε: used only with ``two_sided``."""
+
+    @pydantic.model_validator(mode="after")
+    def _lower_bound_acts(self) -> Cispo:
+        if not self.two_sided:
+            refuse_idle(self, "clip_low", "two_sided = true")
+        return self
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """The value of every token."""

@@ -23,11 +23,12 @@ class ClipCov(ClippedLoss):
     kind: Literal["clip_cov"] = "clip_cov"
     """Selects this loss."""
     fraction: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the batch's tokens that are chosen; at least one if it is above 0."""
+    """Share of the batch's tokens that are chosen; at least one if it is above 0, but none whose
+    covariance is not above 0."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """π_old, and the tokens chosen."""
-        return super().columns() | {"selected"}
+        return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
         """The tokens with the largest covariance."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ClippedLoss(PolicyLoss):
-    """Settings of −min(r·A, clip(r, 1−ε, 1+ε_h)·A)."""
+    """Settings of −min(r'·A, clip(r', 1−ε, 1+ε_h)·A), r' = min(r, ``ratio_cap``)."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """ε: the ratio is clipped from below at 1 − ``clip_low``."""
@@ -23,17 +24,16 @@ class ClippedLoss(PolicyLoss):
     dual_clip: float | None = Field(default=None, gt=1)
     """c: where A < 0, a token loses at most −c·A (3 is usual); unset: no such bound."""
     ratio_cap: float | None = Field(default=None, gt=0)
-    """Two-sided clipping: the unclipped branch uses min(r, ``ratio_cap``); unset: no such bound."""
+    """Two-sided clipping: r is bounded by ``ratio_cap`` before anything else, for A < 0 too; unset: no such bound."""
 
     def surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> TokenLoss:
         """The clipped surrogate, and which tokens it gives no gradient."""
-        bounded_N = ratio_N if self.ratio_cap is None else ratio_N.clamp(max=self.ratio_cap)
-        clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
-        tokens_N = -(bounded_N * advantages_N).minimum(clipped_N * advantages_N)
         up_N, down_N = advantages_N > 0, advantages_N < 0
-        cut_N = (up_N & (ratio_N > 1 + self.clip_high)) | (down_N & (ratio_N < 1 - self.clip_low))
-        if self.ratio_cap is not None:
-            cut_N |= down_N & (ratio_N > self.ratio_cap)
+        capped_N = (up_N | down_N) & (ratio_N > (math.inf if self.ratio_cap is None else self.ratio_cap))
+        ratio_N = ratio_N.clamp(max=self.ratio_cap) if self.ratio_cap is not None else ratio_N
+        clipped_N = ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high)
+        tokens_N = -(ratio_N * advantages_N).minimum(clipped_N * advantages_N)
+        cut_N = capped_N | (up_N & (ratio_N > 1 + self.clip_high)) | (down_N & (ratio_N < 1 - self.clip_low))
         if self.dual_clip is not None:
             tokens_N = tokens_N.minimum(-self.dual_clip * advantages_N).where(down_N, tokens_N)
             cut_N |= down_N & (ratio_N > self.dual_clip)

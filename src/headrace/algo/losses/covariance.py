@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def largest_covariance(whole: LossInputs, fraction: float) -> Tensor:
-    """The ``fraction`` of the batch's tokens (at least one) with the largest (A − mean A)·(log π − mean log π).
+    """The ``fraction`` of the batch's tokens (at least one) with the largest (A − mean A)·(log π − mean log π),
+    as far as that is above 0 by more than rounding.
 
     Equal values are chosen together, so that the choice does not depend on the order of tokens.
     Source: Cui et al., arXiv 2505.22617, eq. 7.
@@ -22,4 +23,5 @@ def largest_covariance(whole: LossInputs, fraction: float) -> Tensor:
         return whole.mask_N.new_zeros(len(whole.mask_N))
     covariance_N = (whole.advantages_N - advantages.mean()) * (whole.log_pi_N - log_pi.mean())
     least = covariance_N[whole.mask_N].topk(max(1, int(fraction * count))).values[-1]
-    return covariance_N >= least
+    rounding = 1e-6 * advantages.abs().max() * log_pi.abs().max()
+    return (covariance_N >= least) & (covariance_N > rounding)

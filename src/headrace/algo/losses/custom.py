@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, TokenLoss
 from headrace.algo.losses.section import AnchoredLoss
-from headrace.errors import ConfigError, nearest
+from headrace.config.user_code import load_file
+from headrace.errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Formula = Callable[..., Any]
 
@@ -29,9 +31,13 @@ class Custom(AnchoredLoss):
     kind: Literal["custom"] = "custom"
     """Selects this loss."""
     ref: str
-    """``"path/to/file.py:function"``; the path is taken from where the run is started."""
+    """``"path/to/file.py:function"``; the path is relative to the run file, or to the working directory where there is
+    none."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments that the function is called with, beside the inputs."""
+    needs: tuple[Literal["log_ref", "entropy", "pairs", "top_k"], ...] = ()
+    """The columns it reads that are not always there; what is not named here may be ``None``. ``"pairs"`` stands for
+    ``groups_S``, ``"top_k"`` for ``log_pi_NK`` and ``log_nu_NK``."""
     anchor: Anchor = "old"
     """``"mu"`` says that the function takes its own ratio against μ, so that no correction is laid on top."""
     reduction: ClassVar[str] = "token_mean"
@@ -48,36 +54,46 @@ class Custom(AnchoredLoss):
             )
         return ref
 
-    def columns(self) -> frozenset[Column]:
-        """π_old and μ."""
-        return frozenset({"log_old", "log_mu"})
+    @pydantic.field_validator("needs", mode="before")
+    @classmethod
+    def _one_name_or_several(cls, needs: object) -> object:
+        return (needs,) if isinstance(needs, str) else needs
+
+    def formula_columns(self) -> frozenset[Column]:
+        """π_old, μ and what it says it needs."""
+        return frozenset({"log_old", "log_mu", *self.needs})
+
+    @cached_property
+    def formula(self) -> Formula:
+        """The function; runs the file. :class:`ConfigError` says what is wrong with it or with the options."""
+        path, _, name = self.ref.rpartition(":")
+        module = vars(load_file(Path(path)))
+        known = [key for key, value in module.items() if callable(value) and not key.startswith("_")]
+        if name not in known:
+            raise ConfigError(f"{path} has no function {name!r}", remedy=nearest(name, known))
+        found: Formula = module[name]
+        try:
+            inspect.signature(found).bind(None, **self.options)
+        except TypeError as error:
+            taken = ", ".join(inspect.signature(found).parameters)
+            raise ConfigError(
+                f"{self.ref} takes ({taken}), and is called with the inputs and options {self.options}: {error}",
+                remedy="give the options that it takes",
+            ) from None
+        return found
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """The value of every token."""
-        value = load(self.ref)(inputs, **self.options)
-        return value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
+        """The value of every token; :class:`DataError` if the function returns anything else."""
+        value = self.formula(inputs, **self.options)
+        loss = value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
+        self._refuse_other_shapes(loss.tokens_N, inputs.log_pi_N)
+        return loss
 
-
-@cache
-def load(ref: str) -> Formula:
-    """The function that ``ref`` names; runs the file. :class:`ConfigError` says what is wrong with either."""
-    path, _, name = ref.rpartition(":")
-    functions = inspect.getmembers(_module(path), inspect.isfunction)
-    found = dict(functions).get(name)
-    if found is None:
-        raise ConfigError(f"{path} has no function {name!r}", remedy=nearest(name, [known for known, _ in functions]))
-    return found
-
-
-def _module(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file", remedy="give the path of a .py file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"{path} cannot be loaded: {type(error).__name__}: {error}", remedy="mend the file"
-        ) from error
-    return module
+    def _refuse_other_shapes(self, tokens_N: Tensor, log_pi_N: Tensor) -> None:
+        if not isinstance(tokens_N, type(log_pi_N)):
+            problem = f"{self.ref} returned a {type(tokens_N).__name__}"
+        elif tokens_N.shape != log_pi_N.shape:
+            problem = f"{self.ref} returned the shape {tuple(tokens_N.shape)}, its inputs have {tuple(log_pi_N.shape)}"
+        else:
+            return
+        raise DataError(problem, remedy="return one value per token, shaped like inputs.log_pi_N, without any mean")

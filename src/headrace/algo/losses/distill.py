@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Column, LossInputs, TokenLoss
-from headrace.algo.losses.section import LossSection
+from headrace.algo.losses.section import LossSection, refuse_idle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,13 @@ class Distill(LossSection):
     beta: float = Field(default=0.5, gt=0, lt=1)
     """β: weight of the teacher in the mixture; used only by ``jsd``."""
 
-    def needs(self) -> frozenset[Column]:
+    @pydantic.model_validator(mode="after")
+    def _mixture_is_used(self) -> Distill:
+        if self.divergence != "jsd":
+            refuse_idle(self, "beta", 'divergence = "jsd"')
+        return self
+
+    def columns(self) -> frozenset[Column]:
         """Both distributions over the teacher's likeliest entries."""
         return frozenset({"top_k"})
 

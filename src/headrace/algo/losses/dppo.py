@@ -25,9 +25,9 @@ class Dppo(AnchoredLoss):
     ratio_cap: float = Field(default=20.0, gt=0)
     """c: no token weighs more than this."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """Its anchor, and μ for the trust region."""
-        return super().columns() | {"log_mu"}
+        return super().formula_columns() | {"log_mu"}
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """The value of every token."""

@@ -11,6 +11,9 @@ from headrace.algo.losses.clipping import ClippedLoss
 class DrGrpo(ClippedLoss):
     """−min(r·A, clip(r, 1−ε, 1+ε_h)·A), summed over tokens and divided by a constant; its advantage is R − mean.
 
+    Set ``normalizer`` of the reduction to the longest answer allowed, in tokens: at its default of 1 the loss is a sum
+    over tokens, and its gradient grows with the answers.
+
     Source: Liu et al., arXiv 2503.20783, section 3.2.
     """
 

@@ -11,7 +11,7 @@ from headrace.algo.losses.section import PolicyLoss
 
 
 class Dro(PolicyLoss):
-    """−(A·log π − β/2·(log r)²), r = π/π_old.
+    """−(A·log π − β/2·(log r)²), r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
 
     Source: Richemond et al., arXiv 2405.19107, eq. 6, the value function replaced by the group's baseline.
     """

@@ -23,7 +23,7 @@ class Ipo(PolicyLoss):
     tau: float = Field(default=1e-3, ge=0)
     """τ: weight of the square."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """μ alone."""
         return frozenset({"log_mu"})
 

@@ -11,7 +11,7 @@ from headrace.algo.losses.section import PolicyLoss
 
 
 class Kimi(PolicyLoss):
-    """−A·log π + τ/2·(log r)², r = π/π_old.
+    """−A·log π + τ/2·(log r)², r = π/π_old; in a run the pull is idle unless ``algo.old = "engine"`` makes π_old μ.
 
     Source: Kimi k1.5, arXiv 2501.12599, eq. 3.
     """

@@ -23,13 +23,14 @@ class KlCov(PolicyLoss):
     kind: Literal["kl_cov"] = "kl_cov"
     """Selects this loss."""
     fraction: float = Field(default=2e-4, ge=0, le=1)
-    """Share of the batch's tokens that are chosen; at least one if it is above 0."""
+    """Share of the batch's tokens that are chosen; at least one if it is above 0, but none whose
+    covariance is not above 0."""
     beta: float = Field(default=1.0, ge=0)
     """β: weight of the pull."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """π_old, and the tokens chosen."""
-        return super().columns() | {"selected"}
+        return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
         """The tokens with the largest covariance."""

@@ -28,9 +28,9 @@ class M2po(AnchoredLoss):
     threshold: float = Field(default=0.04, ge=0)
     """τ_M2: the mean of (log r)² that the kept tokens may have."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """Its anchor, and the tokens kept."""
-        return super().columns() | {"selected"}
+        return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
         """The tokens that are kept."""

@@ -22,7 +22,7 @@ class RefKl(LossSection):
     unbiased_kl: bool = False
     """Multiply by π/π_old, which makes the gradient unbiased."""
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """The reference, and π_old for the ratio."""
         return frozenset({"log_ref", "log_old"}) if self.unbiased_kl else frozenset({"log_ref"})
 

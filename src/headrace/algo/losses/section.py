@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import pydantic
 from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, Ratio, TokenLoss
 from headrace.algo.divergence import Estimator, estimate
 from headrace.config import Section
+from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def refuse_idle(section: Section, key: str, needed: str) -> None:
+    """:class:`ConfigError` if the setting ``key`` was changed, though it acts only where ``needed`` holds."""
+    value: object = section.model_dump()[key]
+    if value != type(section).model_fields[key].default:
+        raise ConfigError(
+            f"loss.{key}={value!r} has no effect without {needed}", remedy=f"set {needed}, or leave {key} out"
+        )
 
 
 class LossSection(Section):
@@ -19,7 +30,7 @@ class LossSection(Section):
 
     reduction: ClassVar[str] = "token_mean"
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """The columns it reads beyond the ones that are always there."""
         return frozenset()
 
@@ -42,19 +53,27 @@ class PolicyLoss(LossSection):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of KL(π‖π_ref), added to every token; 0 asks for no reference policy."""
     kl: Estimator = "k3"
-    """Its estimator: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref − log π."""
+    """Its estimator, only with ``kl_coef`` above 0: k1 = −x, k2 = x²/2, k3 = eˣ−1−x, with x = log π_ref − log π."""
     unbiased_kl: bool = False
-    """Multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7)."""
+    """Multiply the estimator by π/π_old, which makes its gradient unbiased (DeepSeek-V3.2, eq. 7); only with
+    ``kl_coef`` above 0."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus, subtracted from every token; 0 asks for no entropies."""
 
-    def columns(self) -> frozenset[Column]:
+    @pydantic.model_validator(mode="after")
+    def _terms_are_on(self) -> PolicyLoss:
+        if self.kl_coef == 0:
+            refuse_idle(self, "kl", "kl_coef > 0")
+            refuse_idle(self, "unbiased_kl", "kl_coef > 0")
+        return self
+
+    def formula_columns(self) -> frozenset[Column]:
         """The columns its formula reads, the two terms aside."""
         return frozenset({"log_old"})
 
-    def needs(self) -> frozenset[Column]:
+    def columns(self) -> frozenset[Column]:
         """The columns of its formula and of the terms that are switched on."""
-        columns = set(self.columns())
+        columns = set(self.formula_columns())
         if self.kl_coef > 0:
             columns |= {"log_ref", "log_old"} if self.unbiased_kl else {"log_ref"}
         if self.entropy_coef > 0:
@@ -87,7 +106,7 @@ class AnchoredLoss(PolicyLoss):
     anchor: Anchor = "old"
     """``"old"``: r = π/π_old, and a correction stands for π_old/μ. ``"mu"``: r = π/μ, which needs no correction."""
 
-    def columns(self) -> frozenset[Column]:
+    def formula_columns(self) -> frozenset[Column]:
         """The column of its anchor."""
         return frozenset({"log_old"}) if self.anchor == "old" else frozenset({"log_mu"})
 

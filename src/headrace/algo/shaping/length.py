@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from headrace.algo.advantages.base import given
-from headrace.algo.advantages.scores import Floats, Scores
+from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.config import Section
 
 
@@ -26,17 +26,17 @@ class Length(Section):
     threshold: float = 0.5
     """A reward above it counts as a right answer, which alone can gain by being short."""
 
-    def __call__(self, scores: Scores) -> Floats:
+    def __call__(self, outcomes: Outcomes) -> Floats:
         """The shaped reward of every episode."""
-        lengths_E = given(scores.lengths_E, "lengths").astype(np.float64)
-        _, index = np.unique(scores.groups_E, return_inverse=True)
+        lengths_E = given(outcomes.lengths_E, "lengths").astype(np.float64)
+        _, index = np.unique(outcomes.groups_E, return_inverse=True)
         shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)
-        counted_E = scores.counted_E
+        counted_E = outcomes.counted_E
         np.minimum.at(shortest, index[counted_E], lengths_E[counted_E])
         np.maximum.at(longest, index[counted_E], lengths_E[counted_E])
         range_E = np.where(counted_E, longest[index] - shortest[index], 0.0)
         share_E = np.divide(lengths_E - shortest[index], range_E, out=np.full(len(lengths_E), 0.5), where=range_E > 0)
         bonus_E = 0.5 - share_E
-        right_E = scores.values_E > self.threshold
-        shaped_E: Floats = scores.rewards_E + self.weight * np.where(right_E, bonus_E, np.minimum(bonus_E, 0.0))
+        right_E = outcomes.values_E > self.threshold
+        shaped_E: Floats = outcomes.rewards_E + self.weight * np.where(right_E, bonus_E, np.minimum(bonus_E, 0.0))
         return shaped_E

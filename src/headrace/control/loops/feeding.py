@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.control.board import LEARNER_MAY_TAKE_S
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
+from headrace.errors import RunError
 from headrace.learner.base import Publication
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
@@ -47,10 +49,15 @@ class Feeder:
         self._saver = saver
         self._room = asyncio.Semaphore(ORDERED_AHEAD)
         self._orders: asyncio.Queue[Ordered | None] = asyncio.Queue(maxsize=ORDERED_AHEAD + 1)
+        self._awaited = False
 
     async def next(self) -> Ordered | None:
         """The next step that was ordered; ``None`` after the last."""
-        return await self._orders.get()
+        self._awaited = True
+        try:
+            return await self._orders.get()
+        finally:
+            self._awaited = False
 
     def done(self) -> None:
         """A step is over: one more may be ordered."""
@@ -80,17 +87,24 @@ class Feeder:
         """Tasks begin in the order they are made, so the learner gets its orders in this one."""
         state = self._state
         step = state.flow.state.next_step - 1
-        await state.flow.flush()  # what is trained must be known to have been taken
+        with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
+            await state.flow.flush()  # what is trained must be known to have been taken
         batch = self._collate(step, groups)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         oldest = int(ages.max(initial=0))
-        assert oldest <= state.flow_config.max_age, f"step {step} would train a token of age {oldest}"
+        if oldest > state.flow_config.max_age:
+            raise RunError(
+                f"step {step} would train a token of age {oldest}, and flow.max_age={state.flow_config.max_age}",
+                remedy=f"set flow.max_age={oldest}, then --resume",
+            )
         ordered_s = state.parts.clock.now()
         trained = orders.create_task(self._train(batch))
+        if self._awaited:  # the learner is at it, while the step cannot be handed on yet
+            state.board.working("learner", f"step {step}")
         with state.board.asking("learner", "a free weight buffer", of="sync"):
             slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
-        snapshot = orders.create_task(state.parts.learner.snapshot(step + 1, slot))
+        snapshot = orders.create_task(self._snapshot(step + 1, slot))
         due = (step + 1) % state.run.checkpoint_every == 0
         return Ordered(
             step=step,
@@ -104,9 +118,15 @@ class Feeder:
         )
 
     async def _train(self, batch: Batch) -> tuple[StepReport, float]:
-        with self._state.board.asking("learner", f"step {batch.step}", of="the learner"):
+        with self._state.board.asking("learner", f"step {batch.step}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
             report = await self._state.parts.learner.train(batch)
         return report, self._state.parts.clock.now()
+
+    async def _snapshot(self, version: int, slot: int) -> Publication:
+        with self._state.board.asking(
+            "learner", f"a copy of version {version}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S
+        ):
+            return await self._state.parts.learner.snapshot(version, slot)
 
     def _collate(self, step: int, groups: list[ScoredGroup]) -> Batch:
         episodes = [episode for group in groups for episode in group.scored]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+
+import numpy as np
 
 from headrace.control.board import LoopContract
 from headrace.control.groups import OpenGroup
@@ -74,6 +77,12 @@ class RolloutLoop:
             )
             state.flow.drop(admission.number, "prompt_too_long")
             return
+        if _other_prompt(admission.ended, task):
+            state.warn(
+                f"row {admission.row + 1} has another prompt than before the restart: its group, half done, is dropped"
+            )
+            state.flow.drop(admission.number, "row_changed")
+            return
         group = OpenGroup(number=admission.number, task=task, size=state.flow_config.group_size)
         state.flow.start(group.number)
         ended = {episode.key.place for episode in admission.ended}
@@ -93,3 +102,10 @@ class RolloutLoop:
             episode = await self._runner.run(EpisodeKey(group.number, place), group.task)
         self._state.span("rollout", "episode", start_s)
         await self._finished.put((group, episode))
+
+
+def _other_prompt(ended: Sequence[Episode], task: Task) -> bool:
+    """Whether one of the episodes began with another prompt than that of ``task``."""
+    first = [episode.turns[0] for episode in ended if episode.turns]
+    prompts = [turn.tokens.ids_T for turn in first if turn.author == "task"]
+    return any(not np.array_equal(ids_T, task.prompt_ids_T) for ids_T in prompts)

@@ -20,7 +20,7 @@ class ScoringLoop:
     contract = LoopContract(
         name="scoring",
         consumes="finished episodes",
-        produces="groups with advantages",
+        produces="scored groups",
         waits_for="episodes; the scorers",
         unblocked_by="rollout, scoring workers",
     )
@@ -76,7 +76,8 @@ class ScoringLoop:
             state.flow.end_episode(episode)
             if episode.status is EpisodeStatus.FAILED:
                 self._last_cause = episode.cause
-                state.warn(f"episodes fail: {episode.cause}")
+                sort = ": ".join(episode.cause.split(": ")[:2])  # the reason, and the kind of error
+                state.warn(f"episodes fail: {episode.cause}", kind=f"episodes fail: {sort}")
         if group.complete and all(episode.status.ended for episode in group.episodes.values()):
             self._close(group)
 

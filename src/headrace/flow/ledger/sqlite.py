@@ -32,6 +32,8 @@ from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 from headrace.types.group import GroupState
 
 SCHEMA_VERSION = 1
+CLOSE_S = 1.0
+"""How long the end waits for whoever is at it."""
 
 _IN_FLIGHT = tuple(state.value for state in GroupState if state.in_flight)
 _TRAINED = (GroupState.TRAINED.value, GroupState.RELEASED.value)
@@ -256,7 +258,10 @@ class SqliteLedger:
             self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
     def close(self) -> None:
-        self._db.close()
+        if self._one_at_a_time.acquire(timeout=CLOSE_S):
+            self._db.close()
+            self._one_at_a_time.release()
+        # else a thread of a writer hangs in it: the end of the process closes it
 
     def _count(self, query: str, values: tuple[str, ...] = ()) -> int:
         return int(self._db.execute(query, values).fetchone()[0])

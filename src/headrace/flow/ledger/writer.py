@@ -13,6 +13,9 @@ from typing import Protocol
 
 from headrace.flow.ledger.base import Ledger, Operation
 
+CLOSE_S = 30.0
+"""How long the end waits for a disk."""
+
 
 class LedgerWriter(Protocol):
     """Takes operations for a ledger."""
@@ -29,7 +32,7 @@ class LedgerWriter(Protocol):
         ...
 
     def close(self) -> None:
-        """Record what is left and stop."""
+        """Record what is left and stop; a disk that hangs is not waited for without end."""
         ...
 
 
@@ -88,7 +91,7 @@ class ThreadedWriter:
 
     def close(self) -> None:
         self._put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
     def _put(self, item: _Item) -> None:
         self._queue.append(item)

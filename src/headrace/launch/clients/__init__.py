@@ -2,6 +2,6 @@
 
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.learner import LearnerClient
-from headrace.launch.clients.scorer import ScorerPool
+from headrace.launch.clients.scorer import ScorerPool, Terms
 
-__all__ = ["EngineClient", "LearnerClient", "ScorerPool"]
+__all__ = ["EngineClient", "LearnerClient", "ScorerPool", "Terms"]

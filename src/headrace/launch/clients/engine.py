@@ -35,19 +35,22 @@ class EngineClient(Peer):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._request_ids = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Chunk]] = {}
+        self._streams: dict[int, asyncio.Queue[Chunk | Exception]] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
 
     async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
         request_id = next(self._request_ids)
-        stream: asyncio.Queue[Chunk] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # a chunk holds a token
+        stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
         self._streams[request_id] = stream
         self._send_soon(GenerateRequest(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling))
         ended = False
         try:
             while not ended:
                 chunk = await stream.get()
+                if isinstance(chunk, Exception):  # the engine has never heard of the request
+                    ended = True
+                    raise chunk
                 ended = chunk.stop_reason is not None or bool(chunk.error)
                 yield _token_chunk(chunk)
         finally:
@@ -88,7 +91,12 @@ class EngineClient(Peer):
 
     def _flush(self) -> None:
         requests, self._unsent = tuple(self._unsent), []
-        self.send(Generate(requests=requests))
+        try:
+            self.send(Generate(requests=requests))
+        except Exception as error:  # noqa: BLE001 - a callback of the event loop: whoever waits must hear of it
+            for request in requests:
+                if (stream := self._streams.get(request.request_id)) is not None:
+                    stream.put_nowait(error)
 
 
 def _token_chunk(chunk: Chunk) -> TokenChunk:

@@ -55,7 +55,11 @@ class LearnerClient(Peer):
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
         self.send(Publish(call=call, version=version, slot=slot))
-        answer = await self.answer(taken, f"snapshot version {version}", self._deadline_s)
+        try:  # the order waits behind the step that is running
+            answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
+        except BaseException:
+            self._announced.pop(version).cancel()
+            raise
         self.version = version
         return Publication(version=version, slot=slot, exposed_s=answer.seconds)
 

@@ -7,8 +7,6 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import psutil
-
 from headrace import errors
 from headrace.errors import DeadlineError, HeadraceError, RunError
 from headrace.launch.channel import ControllerChannel
@@ -42,18 +40,20 @@ class Peer:
         return self._num_calls - 1
 
     def send(self, message: Any) -> None:
-        """Give an order; never waits. To a process that has just ended it says nothing: whoever watches it says why."""
-        try:
-            self._channel.send(message)
-        except RunError:
-            if not self._has_ended():
-                raise
+        """Give an order; never waits. To one that has just ended it says nothing: whoever watches it does."""
+        self._channel.send(message)
 
     def expect(self, call: int, kind: type[A]) -> asyncio.Future[A]:
         """The answer of that kind to order ``call``; fails with the error that the part reports instead."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._expected[call, kind] = future
-        future.add_done_callback(lambda _: self._expected.pop((call, kind), None))
+
+        def forget(done: asyncio.Future[A]) -> None:
+            self._expected.pop((call, kind), None)
+            if not done.cancelled():
+                done.exception()  # where whoever asked has left, asyncio need not tell the user
+
+        future.add_done_callback(forget)
         return future
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
@@ -82,15 +82,10 @@ class Peer:
         """What is said without having been asked; a client overrides this."""
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
-    def _has_ended(self) -> bool:
-        if not self.ready.done():
-            return False
-        try:
-            return psutil.Process(self.ready.result().pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
     def _route(self, message: Any) -> None:
+        if not isinstance(message, Ready | Failure) and not self.ready.done():
+            words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
+            raise RunError(words, remedy="start the run again")
         if isinstance(message, Timed):
             self._on_spans(message.spans)
         if isinstance(message, Ready):
@@ -112,7 +107,8 @@ class Peer:
 
     def _fail(self, message: Failure) -> None:
         kind = getattr(errors, message.kind, RunError)  # gate: getattr - the name is the other process's word
-        error: HeadraceError = kind(message.problem, remedy=message.remedy)
+        known = isinstance(kind, type) and issubclass(kind, HeadraceError)
+        error: HeadraceError = (kind if known else RunError)(message.problem, remedy=message.remedy)
         if message.call is None:
             self.last_words = error
             self.spoke.set()

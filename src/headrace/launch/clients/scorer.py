@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Protocol
 
-from headrace.errors import EnvError
+import psutil
+
+from headrace.errors import DeadlineError, EnvError
 from headrace.launch.clients.peer import Peer
 from headrace.scoring import Scores
-from headrace.types.messages.controller import Scored
+from headrace.types.messages.controller import Scored, Started
 from headrace.types.messages.scorer import Score
 from headrace.types.task import Task
 
 SUSPECTS = 16
-"""Calls whose worker has died that are made again at once."""
+"""Calls whose worker has died that are made again at the same time."""
 MAX_DEATHS = 8
 """Workers that may die one after the other without a single score between them."""
 
@@ -43,121 +46,207 @@ class _Shift:
     """One worker, from its start to its end."""
 
     worker: Worker
+    begun: int = 0
+    """Calls whose turn has come and that have not returned."""
     replaced: bool = False
     """Whether we ended it, because one of its calls did not return."""
+    crowded: bool = False
+    """Whether it was computing all the while, so that any of its calls may have kept the others from returning."""
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where a worker stands, and calls wait while it is replaced."""
+    """Where a worker stands; empty while it is replaced."""
 
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while a worker is to be kept here."""
     shift: _Shift | None = None
-    up: asyncio.Event = field(default_factory=asyncio.Event)
     load: int = 0
+
+    @property
+    def up(self) -> bool:
+        return self.shift is not None and not self.shift.replaced
+
+
+class _Lost(Enum):
+    """Why a call came to nothing."""
+
+    INNOCENT = auto()
+    """Its worker was replaced for the sake of another call."""
+    DIED = auto()
+    """Its worker died: any of its calls may be the cause."""
+    CROWDED = auto()
+    """Its worker was replaced, and any of the calls that had begun there may be the cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """On which scoring workers are kept."""
+
+    num_workers: int
+    concurrency: int
+    """Calls at once in each."""
+    timeout_s: float
+    """Longest that a call may take from when it begins."""
+    start_timeout_s: float
+    """Longest that a worker may take to start."""
 
 
 class ScorerPool:
     """The :class:`~headrace.scoring.Scorer` contract over worker processes.
 
-    A call that has not returned by its deadline costs its own episode: its worker is killed and replaced, and the other
-    calls that worker had are made again. A worker that dies takes its calls along: any of them may have killed it, so
-    they are made again a few at a time, and those that are under a dying worker once more, alone.
+    The time of a call runs from when its worker begins with it. One that has not returned by its deadline costs its own
+    episode: its worker is killed and replaced, and the other calls that worker had are made again. Where it cannot be
+    told which call kept the others from returning, or killed the worker, each is tried alone, in a worker of its own.
     """
 
     def __init__(
         self,
         start_worker: Callable[[], Awaitable[Worker]],
+        terms: Terms,
         *,
-        num_workers: int,
-        concurrency: int,
-        timeout_s: float,
         warn: Callable[[str], None],
     ) -> None:
         self.by_group = False
-        self._start_worker = start_worker
-        self._timeout_s = timeout_s
         self._warn = warn
-        self._places = [_Place() for _ in range(num_workers)]
-        self._rounds = (asyncio.Semaphore(num_workers * concurrency), asyncio.Semaphore(SUSPECTS), asyncio.Semaphore(1))
+        self._start_worker = start_worker
+        self._terms = terms
+        self._places = [_Place() for _ in range(terms.num_workers)]
+        for place in self._places:
+            place.wanted.set()
+        self._apart = _Place()
+        self._came = asyncio.Condition()
+        self._all = asyncio.Semaphore(terms.num_workers * terms.concurrency)
+        self._suspects = asyncio.Semaphore(SUSPECTS)
+        self._alone = asyncio.Semaphore(1)
         self._deaths = 0
 
+    def send_warnings_to(self, warn: Callable[[str], None]) -> None:
+        """From now on, tell ``warn`` what people should know."""
+        self._warn = warn
+
     async def run(self) -> None:
-        """Keep every place filled; ends only by cancellation, or when workers die one after the other."""
+        """Keep every place filled; ends only by cancellation, or when workers die one after the other or do not start
+        in time."""
         async with asyncio.TaskGroup() as group:
-            for place in self._places:
+            for place in (*self._places, self._apart):
                 group.create_task(self._keep(place))
 
     async def started(self) -> None:
         """Until every worker is there."""
-        for place in self._places:
-            await place.up.wait()
+        async with self._came:
+            await self._came.wait_for(lambda: all(place.up for place in self._places))
 
     async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
-        for together in self._rounds:
-            async with together:
-                scores = await self._call(task, completions)
-            if scores is not None:
-                return scores
-        return Scores(
-            rewards=(), failure=f"reward_crashed: the process that computed it died, {len(self._rounds)} times"
-        )
+        async with self._all:
+            outcome = await self._call(self._places, task, completions)
+        if outcome is _Lost.DIED:
+            async with self._suspects:
+                outcome = await self._call(self._places, task, completions)
+        if isinstance(outcome, _Lost):
+            async with self._alone:
+                self._apart.wanted.set()
+                outcome = await self._call([self._apart], task, completions)
+        if isinstance(outcome, _Lost):
+            return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
+        return outcome
 
-    async def _call(self, task: Task, completions: tuple[str, ...]) -> Scores | None:
-        """One call, made again where its worker is replaced for another's sake; ``None`` if its worker died."""
+    async def _call(self, places: list[_Place], task: Task, completions: tuple[str, ...]) -> Scores | _Lost:
+        """One call, made again where its worker is replaced for another's sake."""
         while True:
-            place = min(self._places, key=lambda place: place.load)
-            while place.shift is None:
-                await place.up.wait()
-            shift = place.shift
+            place = min(places, key=lambda place: (not place.up, place.load))
+            if place.shift is None or not place.up:
+                async with self._came:
+                    await self._came.wait_for(lambda: any(place.up for place in places))
+                continue
             place.load += 1
             try:
-                scores = await self._attempt(shift, task, completions)
+                outcome = await self._attempt(place.shift, task, completions)
             finally:
                 place.load -= 1
-            if scores is not None or not shift.replaced:
-                return scores
+            if outcome is not _Lost.INNOCENT:
+                return outcome
 
-    async def _attempt(self, shift: _Shift, task: Task, completions: tuple[str, ...]) -> Scores | None:
-        """One call of one worker; ``None`` if that ended under it."""
+    async def _attempt(self, shift: _Shift, task: Task, completions: tuple[str, ...]) -> Scores | _Lost:
+        """One call of one worker."""
         peer = shift.worker.peer
         call = peer.next_call()
-        scored = peer.expect(call, Scored)
+        begun, scored = peer.expect(call, Started), peer.expect(call, Scored)
+        either: set[asyncio.Future[Any]] = {begun, scored}
         try:
             peer.send(Score(call=call, prompt=task.prompt, completions=completions, row=task.row))
-            async with asyncio.timeout(self._timeout_s):
-                answer: Scored = await scored
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            shift.begun += 1
+            try:
+                answer = await self._in_time(shift, scored)
+            finally:
+                shift.begun -= 1
         except TimeoutError:
-            self._warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced")
-            shift.replaced = True
-            await shift.worker.kill()
-            return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
+            if shift.crowded:
+                return _Lost.CROWDED
+            return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._terms.timeout_s:g} s")
         except asyncio.CancelledError:
-            if scored.cancelled() and not _being_cancelled():
-                return None  # the worker died, not we
-            raise
+            if not scored.cancelled() or _being_cancelled():
+                raise
+            if not shift.replaced:
+                return _Lost.DIED
+            return _Lost.CROWDED if shift.crowded and not begun.cancelled() else _Lost.INNOCENT
+        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+            return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
+        finally:
+            begun.cancel()
+            scored.cancel()
         self._deaths = 0
         return Scores(rewards=answer.rewards, failure=answer.error)
 
+    async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
+        """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
+        before_s = _computed_s(shift.worker.peer)
+        try:
+            async with asyncio.timeout(self._terms.timeout_s):
+                return await scored
+        except TimeoutError:
+            if not shift.replaced:
+                shift.replaced = True
+                computed_s = _computed_s(shift.worker.peer) - before_s
+                shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
+                self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
+            await shift.worker.kill()
+            raise
+
     async def _keep(self, place: _Place) -> None:
         while True:
+            await place.wanted.wait()
             worker = await self._start_worker()
+            shift = _Shift(worker)
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(worker.peer.listen())
                 dying = group.create_task(worker.died())
-                first: set[asyncio.Future[Any]] = {dying, worker.peer.ready}
-                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-                shift = _Shift(worker)
-                if worker.peer.ready.done():
-                    self.by_group = bool(worker.peer.ready.result().facts["by_group"])
-                    place.shift = shift
-                    place.up.set()
+                await self._arrival(place, shift, dying)
                 cause = await dying
-                place.up.clear()
+                if place is self._apart and place.up:  # else a call still waits for one
+                    place.wanted.clear()
                 place.shift = None
                 listening.cancel()
             worker.close()
             if not shift.replaced:
                 self._count_death(worker.peer, cause)
+
+    async def _arrival(self, place: _Place, shift: _Shift, dying: asyncio.Future[str]) -> None:
+        """Until the worker is ready, and calls can be made in its place, or it has died."""
+        peer = shift.worker.peer
+        first: set[asyncio.Future[Any]] = {dying, peer.ready}
+        done, _ = await asyncio.wait(first, timeout=self._terms.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(
+                f"{peer.name} did not start within {self._terms.start_timeout_s:g} s",
+                remedy=f"look at logs/{peer.name}.log in the run directory; is the reward's file slow to import?",
+            )
+        if peer.ready.done():
+            self.by_group = bool(peer.ready.result().facts["by_group"])
+            place.shift = shift
+            async with self._came:
+                self._came.notify_all()
 
     def _count_death(self, peer: Peer, cause: str) -> None:
         if peer.last_words is not None:
@@ -169,6 +258,15 @@ class ScorerPool:
                 remedy=f"the reward function kills its process: look at logs/{peer.name}.log in the run directory",
             )
         self._warn(f"a scoring worker died ({cause}); its calls are made again")
+
+
+def _computed_s(peer: Peer) -> float:
+    """Processor time of its process so far."""
+    try:
+        times = psutil.Process(peer.ready.result().pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)
 
 
 def _being_cancelled() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.environ import run_token
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, WeightsError
 from headrace.launch.channel import PartChannel
 from headrace.launch.heap import settled_heap
 from headrace.launch.starts import LearnerStart
@@ -104,7 +105,14 @@ class LearnerHost:
         self._announcer.submit(self._answer, message.call, lambda: self._announce(message))
 
     def _announce(self, message: Publish) -> None:
-        update = self._publisher.announce(message.version, message.slot)
+        try:
+            update = self._publisher.announce(message.version, message.slot)
+        except HeadraceError:
+            raise
+        except Exception as error:  # the edge of a thread: whoever waits for it must hear of it
+            traceback.print_exc()
+            words = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
+            raise WeightsError(words, remedy="the traceback is in logs/learner.log of the run directory") from error
         self._channel.send(Published(call=message.call, update=update))
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:

@@ -64,6 +64,7 @@ def _role(path: Path) -> tuple[Any, Callable[[PartChannel], None]]:
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:
+    problem, remedy = (text.encode("utf-8", "replace").decode() for text in (problem, remedy))  # whatever was raised
     return Failure(call=None, kind=kind, problem=problem, remedy=remedy)
 
 
@@ -85,4 +86,7 @@ def _die_with_controller(lifeline: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    code = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of the user's code may never return

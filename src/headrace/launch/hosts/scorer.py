@@ -11,11 +11,13 @@ from headrace.environ import run_token
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
 from headrace.scoring import load_reward
-from headrace.types.messages.controller import Ready, Scored
+from headrace.types.messages.controller import Ready, Scored, Started
 from headrace.types.messages.scorer import Message, Score, Shutdown
 
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
+MAX_THREADS = 16
+"""Calls of a sync function at once: some wait for others, so several; all that compute share one lock, so few."""
 
 
 def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
@@ -26,12 +28,14 @@ def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
 async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
-    hands = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="reward")
+    hands = ThreadPoolExecutor(max_workers=min(start.concurrency, MAX_THREADS), thread_name_prefix="reward")
+    room = asyncio.Semaphore(start.concurrency)
     reward = load_reward(start.reward, hands)
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
 
     async def score(request: Score) -> None:
-        scores = await reward.score(request)
+        async with room:
+            scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
         channel.send(Scored(call=request.call, rewards=scores.rewards, error=scores.failure))
 
     def obey(message: Message, calls: asyncio.TaskGroup) -> None:

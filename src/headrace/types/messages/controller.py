@@ -134,6 +134,12 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spans: tuple[Span, ...] = ()
 
 
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A scoring worker has begun with a call: until then it waited its turn, from here its time runs."""
+
+    call: int
+
+
 class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One reward per completion; ``None`` is the function's own word for 'do not count this one'."""
 
@@ -143,7 +149,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why there is no reward, with the file and line that raised; empty if there is one."""
 
 
-Answer = Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Scored
+Answer = Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Started | Scored
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""

@@ -6,9 +6,9 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,21 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+
+@runtime_checkable
+class _Array(Protocol):
+    """What numpy and torch have in common."""
+
+    def tolist(self) -> Any:
+        """Plain Python values."""
+        ...
+
+
 PER_TOKEN = ("process", "entropies", "energies", "log_mu", "log_nu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class Outcomes:
     """Rewards and what else a formula may look at. Only ``rewards_E`` and ``groups_E`` are always there."""
 
     rewards_E: Floats
@@ -71,6 +81,8 @@ class Scores:
                 if column is not None and len(column) != expected:
                     problem = f"{name} has {len(column)} entries, but there are {expected} {what}s"
                     raise DataError(problem, remedy=f"give one per {what}")
+        if self.lengths_E is not None and (self.lengths_E < 0).any():
+            raise DataError("an episode has fewer than 0 tokens", remedy="give lengths >= 0")
         if np.isinf(self.rewards_E).any():
             raise DataError(
                 "a reward is infinite", remedy="return a finite number, or None for 'do not count this one'"
@@ -93,13 +105,14 @@ class Scores:
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
 
-def scores_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Scores:
-    """Scores from plain lists: rewards as numbers or None, or as a list of parts for each episode; labels of any kind.
+def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **columns: Any) -> Outcomes:
+    """Outcomes from plain lists: rewards as numbers or None, or as a list of parts for each episode; any labels.
 
-    ``columns`` are the fields of :class:`Scores` by their names without suffix; those per token are a list for each
+    ``columns`` are the fields of :class:`Outcomes` by their names without suffix; those per token are a list for each
     episode, and ``baselines`` maps an agent to a number. Raises :class:`DataError` for what is not a number, and for
     columns that do not agree in length.
     """
+    rewards = plain(rewards, "rewards")
     parts = [row for row in rewards if isinstance(row, Sequence) and not isinstance(row, str)]
     table = [[None] * len(parts[0]) if row is None else row for row in rewards] if parts else None
     if table is not None and len({len(row) if isinstance(row, Sequence) else 1 for row in table}) > 1:
@@ -108,30 +121,59 @@ def scores_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **col
     records: dict[str, Any] = {
         "rewards_E": _floats(rewards) if parts_EK is None else parts_EK.sum(axis=1),
         "parts_EK": parts_EK,
-        "groups_E": np.zeros(len(rewards), np.int64) if groups is None else _labels(groups),
+        "groups_E": np.zeros(len(rewards), np.int64) if groups is None else labels(plain(groups, "groups")),
     }
-    for name, values in columns.items():
+    baselines = columns.pop("baselines", None)
+    for name, column in columns.items():
+        values = plain(column, name)
         if name in PER_TOKEN:
-            records[f"{name}_N"] = np.concatenate([_floats(row) for row in values]) if len(values) else np.zeros(0)
-            records.setdefault("lengths_E", np.array([len(row) for row in values], np.int64))
+            floats = [_floats(plain(row, name)) for row in values]
+            records[f"{name}_N"] = np.concatenate([np.zeros(0), *floats])
+            records.setdefault("lengths_E", np.array([len(row) for row in floats], np.int64))
         elif name == "lengths":
-            records["lengths_E"] = np.asarray(values, np.int64)
+            records["lengths_E"] = _whole_numbers(values)
         elif name in ("agents", "states", "episodes"):
-            records[f"{name}_E"] = _labels(values)
+            records[f"{name}_E"] = labels(values)
         elif name == "greedy":
             records["greedy_E"] = _floats(values)
-    if "baselines" in columns:
-        agents = columns.get("agents", [0])
-        records["baselines"] = _floats([columns["baselines"].get(agent, 0.0) for agent in np.unique(agents).tolist()])
-    return Scores(**records)
+    if baselines is not None:
+        agents = dict.fromkeys(plain(columns.get("agents", [0]), "agents"))
+        records["baselines"] = _floats([baselines.get(agent, 0.0) for agent in agents])
+    return Outcomes(**records)
 
 
-def _labels(values: Sequence[Any]) -> Ints:
-    return np.unique(np.asarray(values), return_inverse=True)[1].astype(np.int64)
+def plain(values: Any, name: str) -> list[Any]:
+    """A list, an array, a tensor or anything else that can be gone through, as a list of plain values."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        raise DataError(f"{name} is {values!r}, which is no list", remedy=f"give {name} as a list")
+    listed = values.tolist() if isinstance(values, _Array) else list(values)
+    return [value.tolist() if isinstance(value, _Array) else value for value in listed]
+
+
+def labels(values: Sequence[Any]) -> Ints:
+    """An integer for every label, equal ones for equal labels, in order of their first appearance from 0.
+
+    >>> labels(["b", None, "b"]).tolist()
+    [0, 1, 0]
+    """
+    numbers: dict[Any, int] = {}
+    try:
+        return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64)
+    except TypeError as error:
+        raise DataError(f"labels cannot be compared: {error}", remedy="use numbers or text as labels") from None
+
+
+def _whole_numbers(values: Sequence[Any]) -> Ints:
+    numbers = _floats(values)
+    if not np.array_equal(numbers, np.round(numbers)):
+        raise DataError(f"lengths {values!r} are not whole numbers", remedy="give how many tokens each episode has")
+    return numbers.astype(np.int64)
 
 
 def _floats(values: Sequence[float | None]) -> Floats:
     try:
+        if any(isinstance(value, str) for value in values):
+            raise TypeError("text is no number")
         return np.array([np.nan if value is None else float(value) for value in values], np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(f"{values!r} are not numbers: {error}", remedy="give numbers or None") from None
