@@ -20,6 +20,8 @@ SEEDS = (0, 1, 2)
 PAIRS = 3
 """Synchronous and asynchronous runs, in turn."""
 PAIR_STEPS = 40
+FROZEN_STEPS = 60
+"""Steps of the runs with ``learner.lr=0``: the weights are the same after any number of them."""
 
 
 def measure(tell: Callable[[str], None]) -> Report:
@@ -40,7 +42,15 @@ def measure(tell: Callable[[str], None]) -> Report:
             walls_s.append(clock.now() - start_s)
             rows.append(_row("demo", learned[-1], seed=seed, with_build_s=walls_s[-1]))
             tell(f"demo with learner.lr=0, seed {seed}")
-            frozen.append(_run(demos[-1], directory / f"frozen-{seed}", f"run.seed={seed}", "learner.lr=0"))
+            frozen.append(
+                _run(
+                    demos[-1],
+                    directory / f"frozen-{seed}",
+                    f"run.seed={seed}",
+                    "learner.lr=0",
+                    f"run.steps={FROZEN_STEPS}",
+                )
+            )
             rows.append(_row("lr=0", frozen[-1], seed=seed))
         ratios, paired = _paired(demos[0], directory, tell)
         rows += paired
