@@ -8,7 +8,7 @@ from headrace.cli.output import console, print_json
 
 
 def bench(
-    name: str = typer.Argument(help="Which benchmark: loop."),
+    name: str = typer.Argument(help="Which benchmark: loop or algo."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""

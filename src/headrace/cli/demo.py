@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import typer
@@ -41,6 +42,8 @@ def demo(
         made = build_demo(target, seed=seed)
     else:
         out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
+        if not out.is_terminal:
+            out.print("the supervised phase takes about 20 s")
         with Progress(console=out, transient=True) as bar:
             task = bar.add_task("supervised phase: a careless teacher")
             made = build_demo(
@@ -55,4 +58,4 @@ def demo(
         print_json(summary)
         return
     show_summary(summary)
-    out.print(f"again    headrace train {made.run_file} --set run.dir=runs/again")
+    out.print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")

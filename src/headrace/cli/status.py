@@ -41,9 +41,11 @@ def status(
 def look(run_dir: Path) -> dict[str, Any]:
     """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
     from headrace.errors import DataError
-    from headrace.session.directory import read_status, read_summary
+    from headrace.session.directory import LOCK_FILE, read_status, read_summary
 
     last = read_status(run_dir)
+    if last is None and (run_dir / LOCK_FILE).exists():
+        raise DataError(f"{run_dir} has no status yet: its parts are starting", remedy="look again in a few seconds")
     if last is None:
         raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")
     summary = read_summary(run_dir)

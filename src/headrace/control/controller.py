@@ -81,7 +81,6 @@ class Controller:
         self._evaluator = Evaluator(
             parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
         )
-        self._eval_before: float | None = None
         self._eval_after: float | None = None
 
     def live(self) -> LiveState:
@@ -108,12 +107,14 @@ class Controller:
         if start.fingerprint not in ("", self._fingerprint):
             state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
         state.tally.steps_done = start.step
+        state.tally.eval_before, state.tally.reward_first = start.eval_before, start.reward_first
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
         if start.snapshot is not None:
             self._saver.began_from(start.step)
         await self._publish_first(start.step)
         await self._probe(start.step)
-        self._eval_before = await self._evaluate("evaluating before training")
+        if start.eval_before is None:
+            state.tally.eval_before = await self._evaluate("evaluating before training")
         await self._train()
         status = "finished" if state.tally.steps_done >= state.run.steps else "stopped"
         if not state.stop_asked:
@@ -130,7 +131,7 @@ class Controller:
             self._ledger.conservation(),
             status=status,
             cause=cause,
-            evals=(self._eval_before, self._eval_after),
+            eval_after=self._eval_after,
         )
 
     async def _publish_first(self, version: int) -> None:

@@ -29,6 +29,10 @@ class StartingPoint:
     """Where the weights are; ``None``: the model directory of the run file."""
     fingerprint: str = ""
     """Of the settings and rows that the snapshot was made with."""
+    eval_before: float | None = None
+    """The held-out mean reward that the first life of the run began from."""
+    reward_first: float | None = None
+    """The mean reward of the run's first batch."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
@@ -37,7 +41,13 @@ def starting_point(run_dir: Path) -> StartingPoint:
     if snapshot is None:
         return StartingPoint(step=0, snapshot=None)
     state = checkpoint.read_state(snapshot)
-    return StartingPoint(step=state.step, snapshot=snapshot, fingerprint=state.config_fingerprint)
+    return StartingPoint(
+        step=state.step,
+        snapshot=snapshot,
+        fingerprint=state.config_fingerprint,
+        eval_before=state.controller.get("eval_before"),
+        reward_first=state.controller.get("reward_first"),
+    )
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:

@@ -68,7 +68,7 @@ class Saver:
             step=saving.step,
             version=saving.step,
             config_fingerprint=self._fingerprint,
-            controller={"seed": state.run.seed, "groups_submitted": state.flow.state.num_submitted},
+            controller={"eval_before": state.tally.eval_before, "reward_first": state.tally.reward_first},
         )
         final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
         self._saved.add(saving.step)

@@ -64,6 +64,10 @@ class Tally:
     """Mean held-out reward by the version that was committed when the evaluation began."""
     fresh_eval: int | None = None
     """The version of an evaluation that no step's record has told yet."""
+    eval_before: float | None = None
+    """The held-out mean reward that the run began from."""
+    reward_first: float | None = None
+    """The mean reward of the run's first batch."""
     steps_done: int = 0
     """Optimizer steps that the learner's weights have behind them, earlier lives of the run included."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))

@@ -38,11 +38,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """Why it failed."""
     eval_before: float | None
-    """Mean reward on the held-out rows before training; ``None`` without such rows."""
+    """Mean reward on the held-out rows before the run's first step; ``None`` without such rows."""
     eval_after: float | None
     """The same after training; ``None`` also where the run did not get that far."""
     reward_first: float | None
-    """Mean reward of the first step's batch."""
+    """Mean reward of the run's first batch."""
     reward_last: float | None
     """Mean reward over the last tenth of the steps (at least one)."""
     steps: int

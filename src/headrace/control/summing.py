@@ -16,9 +16,9 @@ def summarize(
     *,
     status: str,
     cause: str,
-    evals: tuple[float | None, float | None],
+    eval_after: float | None,
 ) -> Summary:
-    """What the run came to. ``evals`` are the held-out mean rewards before and after."""
+    """What the run came to. ``eval_after`` is the held-out mean reward at its end."""
     tally = state.tally
     wall_s = training_s(state)
     rewards = [reward for reward in tally.rewards if reward is not None]
@@ -29,9 +29,9 @@ def summarize(
     return Summary(
         status=status,
         cause=cause,
-        eval_before=evals[0],
-        eval_after=evals[1],
-        reward_first=rewards[0] if rewards else None,
+        eval_before=tally.eval_before,
+        eval_after=eval_after,
+        reward_first=tally.reward_first,
         reward_last=sum(last) / len(last) if last else None,
         steps=state.flow.state.version,
         tokens_generated=generated,

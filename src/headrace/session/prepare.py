@@ -12,7 +12,7 @@ from typing import Any
 from headrace.algo.losses.custom import Custom
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.prompts import make_tasks
-from headrace.environ import run_token
+from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
 from headrace.scoring.reward import reward_reference, split_reference
@@ -71,6 +71,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     :class:`~headrace.errors.ModelError` or :class:`~headrace.errors.EnvError`.
     """
     config = _with_reward(config, inputs)
+    _refuse_threads(config)
     if training:
         _check_own_loss(config)
     rows = _rows(config.data.path, inputs.data, "data.path") if training else []
@@ -103,6 +104,16 @@ def refuse_inside_a_run() -> None:
             "a run cannot be started by a process of a run: the file of the reward function starts one when imported",
             remedy='put its last part under: if __name__ == "__main__":',
         )
+
+
+def _refuse_threads(config: RunConfig) -> None:
+    cores = num_cores()
+    for name in ("engine_threads", "learner_threads"):
+        asked = config.launch.model_dump()[name]
+        if asked is not None and asked > cores:
+            raise ConfigError(
+                f"launch.{name}={asked}, and this machine has {cores} cores", remedy=f"set launch.{name} <= {cores}"
+            )
 
 
 def _check_own_loss(config: RunConfig) -> None:

@@ -44,7 +44,7 @@ from headrace.session.directory import (
 from headrace.session.order import make_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.running import Interrupts, first_cause, in_own_loop
-from headrace.types.observation import LiveState
+from headrace.types.observation import Event, LiveState
 
 FAREWELL_S = 30.0
 """How long a run that failed waits for its ledger."""
@@ -145,6 +145,7 @@ async def _run(
     """Launch, control, and write the summary however it ends."""
     controller: Controller | None = None
     try:
+        order.on_event(Event(wall_s=0.0, text="starting engine, learner and scoring workers"))
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))

@@ -79,6 +79,8 @@ class LearningLoop:
         self._count(done, publication.exposed_s)
         record = step_record(state, done)
         state.tally.rewards.append(record.reward_mean)
+        if state.tally.reward_first is None:
+            state.tally.reward_first = record.reward_mean
         state.observers.step(record)
         self._stop_without_signal(ordered.groups)
         if ordered.saving is not None:

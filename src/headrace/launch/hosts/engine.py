@@ -13,7 +13,7 @@ from headrace.clock import RealClock
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.native import NativeEngine
 from headrace.environ import run_token
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError, RequestError
 from headrace.launch.channel import PartChannel
 from headrace.launch.heap import settled_heap
 from headrace.launch.starts import EngineStart
@@ -36,13 +36,17 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     torch.set_num_threads(start.num_threads)
     model = load_model(ModelConfig.model_validate(start.model))
     tensors = weight_tensors(model)
-    core = NativeEngine(
-        model,
-        EngineConfig.model_validate(start.engine),
-        max_context=start.max_context,
-        receiver=ShmReceiver(tensors),
-        clock=RealClock(),
-    )
+    config = EngineConfig.model_validate(start.engine)
+    try:
+        core = NativeEngine(
+            model, config, max_context=start.max_context, receiver=ShmReceiver(tensors), clock=RealClock()
+        )
+    except MemoryError as error:
+        raise ConfigError(
+            f"engine.max_sequences={config.max_sequences} with a context of {start.max_context} tokens does not fit "
+            f"the memory: {error}",
+            remedy="lower engine.max_sequences or engine.max_context",
+        ) from None
     if start.serve_own_weights:
         publisher = ShmPublisher(Path(start.serve_own_weights), tensors)
         publisher.copy(0)
