@@ -14,10 +14,11 @@ from typing import Protocol
 
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest
+from headrace.types.messages.engine import Fork, GenerateRequest, Score
+from headrace.types.recorded import Routing
 from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,47 @@ class TokenChunk:
     tokens: Tokens
     stop_reason: StopReason | None = None
     """Set on the last chunk only."""
+    request_id: int = -1
+    """Names the sequence for a later :class:`~headrace.types.messages.engine.Fork`."""
+    prompt_routing: Routing | None = None
+    """The experts of the prompt's tokens, on the first chunk, if asked for."""
+    restarted: bool = False
+    """The sequence has begun again: forget its tokens before this chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What may be said of a request beyond its prompt and its sampling."""
+
+    priority: int = 0
+    """Higher ones join first and are preempted last."""
+    deadline_s: float | None = None
+    """Seconds after which it ends with what it has."""
+    fork: Fork | None = None
+    """Continue another sequence; the prompt is empty then."""
+    pinned: bool = False
+    """Stay under the weights it begins with."""
+
+
+PLAIN = RequestOptions()
 
 
 class Engine(Protocol):
     """An engine as the rollouts see it."""
 
-    def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         """Sample one sequence; chunks arrive while it grows, the last one has a stop reason.
 
         Requests made in one turn of the event loop join the batch together, in that order. Leaving the iterator early
         withdraws the request. Raises :class:`~headrace.errors.RequestError` for a request that cannot be served.
         """
+        ...
+
+    async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        """The logprob of each token but the first under the weights in use, by one prefill; under the tokens' own
+        kept-sets and routing where they have them."""
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
@@ -48,8 +79,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, version: int) -> SwapReport:
-        """Use the staged ``version`` from the next step on; running sequences keep their cache and go on."""
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        """Use the staged ``version``; ``mode`` says from when on, and what becomes of the running sequences."""
+        ...
+
+    async def pause(self, *, release: bool = False) -> None:
+        """Stand still after the present step; with ``release`` the cache's memory is given back."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
         ...
 
     def stats(self) -> EngineStats:
@@ -58,10 +97,12 @@ class Engine(Protocol):
 
 
 class EngineCore(Protocol):
-    """The machine behind an engine: not thread-safe but for :meth:`stage`, never blocking but for :meth:`step`."""
+    """The machine behind an engine: not thread-safe but for :meth:`stage`, never blocking but for :meth:`step` and
+    :meth:`score`."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises :class:`~headrace.errors.RequestError` if it can never be served."""
+        """Queue a request. Raises :class:`~headrace.errors.RequestError` if it can never be served, or if the queue is
+        full."""
         ...
 
     def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
@@ -77,12 +118,29 @@ class EngineCore(Protocol):
         """Schedule, run one forward pass, sample; return the chunks that are due."""
         ...
 
+    def score(self, request: Score) -> FloatColumn:
+        """One prefill between two steps."""
+        ...
+
     def stage(self, update: WeightUpdate) -> None:
         """Verify an update; may run in another thread while :meth:`step` runs."""
         ...
 
-    def commit(self, version: int) -> SwapReport:
-        """Swap to a staged version; called between two steps."""
+    def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+        """Begin to use a staged version; called between two steps. Its report comes from :meth:`take_swaps`, at once
+        or, where ``mode`` lets sequences finish first, after a later step."""
+        ...
+
+    def take_swaps(self) -> list[SwapReport]:
+        """The commits that have been completed since the last call, in their order."""
+        ...
+
+    def pause(self, *, release: bool = False) -> None:
+        """Have no work until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
+        ...
+
+    def resume(self) -> None:
+        """Have work again."""
         ...
 
     def stats(self) -> EngineStats:

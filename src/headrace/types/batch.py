@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.types.episode import EpisodeKey
+from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.types.versions import oldest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """log μ as the engine recorded it; 0 outside the mask."""
     versions_N: IntColumn
     advantages_N: FloatColumn
+    kept: KeptSets | None = None
+    """What each of the N tokens was drawn from; ``None`` if no token has a kept-set."""
+    routing: Routing | None = None
+    """The experts of each of the N tokens; ``None`` if none are known."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample]) -> Batch:
@@ -63,6 +69,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             logprobs_N=tokens.logprobs_T,
             versions_N=tokens.versions_T,
             advantages_N=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths),
+            kept=tokens.kept,
+            routing=tokens.routing,
         )
 
     @property
@@ -77,4 +85,4 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     def ages(self) -> npt.NDArray[np.int32]:
         """The age of every token that carries loss: version of the learner when it trains − version of the token."""
-        return (self.step - self.versions_N[self.mask_N]).astype(np.int32)
+        return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)

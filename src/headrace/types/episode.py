@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.types.tokens import Tokens
+from headrace.types.versions import oldest
 
 
 class EpisodeKey(NamedTuple):
@@ -25,11 +26,13 @@ class StopReason(enum.StrEnum):
     """Why a sampled turn ended."""
 
     STOP = "stop"
-    """A stop token was sampled."""
+    """A stop token was sampled, or a stop string was completed."""
     LENGTH = "length"
     """It reached ``max_new_tokens``."""
     ABORTED = "aborted"
     """Its request was withdrawn."""
+    DEADLINE = "deadline"
+    """Its request's time was up."""
 
 
 class EpisodeStatus(enum.StrEnum):
@@ -97,7 +100,7 @@ class Episode:
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""
-        sampled = [turn.tokens.versions_T[turn.tokens.sampled_T] for turn in self.turns]
+        sampled = [oldest(turn.tokens.versions_T[turn.tokens.sampled_T]) for turn in self.turns]
         columns = [column for column in sampled if len(column)]
         if not columns:
             return None

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.types.columns import FloatColumn, IntColumn
+from headrace.types.recorded import KeptSets, Routing
 from headrace.types.versions import NOT_SAMPLED
 
-IntColumn = npt.NDArray[np.int32]
-FloatColumn = npt.NDArray[np.float32]
+__all__ = ["FloatColumn", "IntColumn", "Tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,12 @@ class Tokens:
     """Log-probability under the distribution that was really sampled from (log μ); 0 where nothing was sampled.
     A non-finite value is kept as it is: the loss drops and counts that token."""
     versions_T: IntColumn
-    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did."""
+    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did, a negative number below it where the
+    weights were :func:`~headrace.types.versions.mixed`."""
+    kept: KeptSets | None = None
+    """What each token was drawn from; ``None`` where nothing was recorded."""
+    routing: Routing | None = None
+    """The experts that computed each token as input; ``None`` where nothing was recorded."""
 
     def __post_init__(self) -> None:
         columns: tuple[tuple[str, Any], ...] = (
@@ -44,6 +50,9 @@ class Tokens:
             if column.ndim != 1 or len(column) != len(self.ids_T):
                 raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
             object.__setattr__(self, name, column)
+        problem = (self.kept and self.kept.problem(self.ids_T)) or (self.routing and self.routing.problem(len(self)))
+        if problem:
+            raise ValueError(problem)
 
     @classmethod
     def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
@@ -64,6 +73,8 @@ class Tokens:
             ids_T=np.concatenate([part.ids_T for part in parts]),
             logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
             versions_T=np.concatenate([part.versions_T for part in parts]),
+            kept=_concat_kept(parts),
+            routing=_concat_routing(parts),
         )
 
     @property
@@ -77,3 +88,24 @@ class Tokens:
 
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens.concat([self, other])
+
+
+def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
+    if all(part.kept is None for part in parts):
+        return None
+    return KeptSets.concat([KeptSets.none(len(part)) if part.kept is None else part.kept for part in parts])
+
+
+def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
+    shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
+    if shape is None:
+        return None
+    _, num_layers, top_k = shape.shape
+    return Routing.concat(
+        [
+            part.routing
+            if part.routing is not None
+            else Routing.unknown(len(part), num_layers=num_layers, top_k=top_k, dtype=shape.dtype)
+            for part in parts
+        ]
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 
@@ -48,6 +50,28 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3 (64 bits) of each tensor's bytes, in the manifest's order."""
 
 
+class Interrupt(enum.StrEnum):
+    """What becomes of the running sequences when new weights are committed."""
+
+    INFLIGHT = "inflight"
+    """Between two steps; the cache is kept and they go on."""
+    INFLIGHT_RECOMPUTE = "inflight_recompute"
+    """Between two steps; their cache is computed again under the new weights, and they go on."""
+    STREAM = "stream"
+    """Parameter by parameter while decoding goes on; tokens of the transition carry a mixed version."""
+    ABORT_RESUME = "abort_resume"
+    """They leave the batch, keep their tokens, and queue again in front to go on under the new weights."""
+    ABORT_RETRY = "abort_retry"
+    """They lose their tokens and begin again under the new weights."""
+    DRAIN = "drain"
+    """They finish under the old weights; nothing new starts until then."""
+    BATCH = "batch"
+    """They and all requests already waiting finish under the old weights; later requests wait."""
+    SLEEP = "sleep"
+    """The engine gives its cache memory back and stands still until the commit; then they go on as after
+    ``abort_resume``."""
+
+
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one commit cost."""
 
@@ -58,3 +82,10 @@ class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that went on under the new weights."""
     restarted: int
     """Sequences that had to begin again."""
+    mode: Interrupt = Interrupt.INFLIGHT
+    waited_s: float = 0.0
+    """From the call to the swap: what draining or streaming took while decoding went on."""
+    wasted_tokens: int = 0
+    """Sampled tokens that were thrown away."""
+    recomputed_tokens: int = 0
+    """Cached tokens that have to be computed again."""

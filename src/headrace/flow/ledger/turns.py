@@ -8,6 +8,7 @@ import msgspec
 
 from headrace.types.episode import StopReason, Turn
 from headrace.types.messages.codec import Codec
+from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 
 
@@ -18,6 +19,8 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     versions_T: IntColumn
     parent: int | None
     stop_reason: StopReason | None
+    kept: KeptSets | None = None
+    routing: Routing | None = None
 
 
 _CODEC = Codec(list[_Turn])
@@ -34,6 +37,8 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 versions_T=turn.tokens.versions_T,
                 parent=turn.parent,
                 stop_reason=turn.stop_reason,
+                kept=turn.tokens.kept,
+                routing=turn.tokens.routing,
             )
             for turn in turns
         ]
@@ -45,7 +50,13 @@ def decode_turns(data: bytes) -> list[Turn]:
     return [
         Turn(
             author=turn.author,
-            tokens=Tokens(ids_T=turn.ids_T, logprobs_T=turn.logprobs_T, versions_T=turn.versions_T),
+            tokens=Tokens(
+                ids_T=turn.ids_T,
+                logprobs_T=turn.logprobs_T,
+                versions_T=turn.versions_T,
+                kept=turn.kept,
+                routing=turn.routing,
+            ),
             parent=turn.parent,
             stop_reason=turn.stop_reason,
         )

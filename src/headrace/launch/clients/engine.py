@@ -104,6 +104,14 @@ def _token_chunk(chunk: Chunk) -> TokenChunk:
         problem, _, remedy = chunk.error.partition("; ")
         raise RequestError(problem, remedy=remedy or "look at the request")
     return TokenChunk(
-        tokens=Tokens(ids_T=chunk.ids_T, logprobs_T=chunk.logprobs_T, versions_T=chunk.versions_T),
+        tokens=Tokens(
+            ids_T=chunk.ids_T,
+            logprobs_T=chunk.logprobs_T,
+            versions_T=chunk.versions_T,
+            kept=chunk.kept,
+            routing=chunk.routing,
+        ),
+        prompt_routing=chunk.prompt_routing,
+        restarted=chunk.restarted,
         stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
     )

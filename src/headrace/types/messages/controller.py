@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.types.episode import StopReason
+from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn
 from headrace.types.trace import Span
 from headrace.types.weights import SwapReport, WeightUpdate
@@ -39,6 +40,14 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     versions_T: IntColumn
     stop_reason: StopReason | None = None
     """Set on the last chunk."""
+    restarted: bool = False
+    """The sequence has begun again: forget its tokens before this chunk."""
+    kept: KeptSets | None = None
+    """If asked for."""
+    prompt_routing: Routing | None = None
+    """If asked for, on the first chunk."""
+    routing: Routing | None = None
+    """If asked for; tokens are held back until theirs is known, so only the last one of a sequence may lack it."""
     error: str = ""
     """Why the request was refused or failed; set on the last chunk only."""
 
@@ -59,6 +68,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that have not joined the batch."""
     restarted: int = 0
     """Sequences that began again because of a weight update."""
+    preempted: int = 0
+    """Times a sequence left the batch because the cache was full, and went on later."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache served."""
+    cache_blocks: int = 0
+    """Blocks of the key-value cache."""
+    cache_blocks_used: int = 0
+    """Of those, how many running sequences hold."""
+    cache_bytes: int = 0
+    """Memory of the key-value cache."""
+    wasted_tokens: int = 0
+    """Sampled tokens that a weight update threw away."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -82,6 +103,19 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     report: SwapReport
+
+
+class ScoresAre(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The logprob of each token, the first's being 0."""
+
+    call: int
+    logprobs_T: FloatColumn
+
+
+class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The engine stands still, or goes on again."""
+
+    call: int
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +183,19 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why there is no reward, with the file and line that raised; empty if there is one."""
 
 
-Answer = Staged | Committed | Trained | LogprobsAre | SnapshotTaken | Published | Saved | Started | Scored
+Answer = (
+    Staged
+    | Committed
+    | ScoresAre
+    | Paused
+    | Trained
+    | LogprobsAre
+    | SnapshotTaken
+    | Published
+    | Saved
+    | Started
+    | Scored
+)
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
+from headrace.types.recorded import KeptSets, Routing
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn
-from headrace.types.weights import WeightUpdate
+from headrace.types.weights import Interrupt, WeightUpdate
+
+
+class StaleFork(enum.StrEnum):
+    """What to do when the weights have changed since the parent's cache was computed."""
+
+    REFUSE = "refuse"
+    """The request fails and says so."""
+    RECOMPUTE = "recompute"
+    """The prefix is computed again under the weights now in use."""
+    REUSE = "reuse"
+    """The prefix's cache is shared as it is."""
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True):
+    """Begin from another sequence's prompt and its first sampled tokens."""
+
+    parent: int
+    """The request that is continued, running or ended."""
+    at: int
+    """How many of its sampled tokens are kept."""
+    stale: StaleFork = StaleFork.REFUSE
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,7 +38,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: int
     prompt_ids_T: IntColumn
+    """Empty for a fork: the engine knows it."""
     sampling: Sampling
+    priority: int = 0
+    """Higher ones join first and are preempted last."""
+    deadline_s: float | None = None
+    """Seconds from its arrival after which it ends with what it has; ``None`` for no deadline."""
+    fork: Fork | None = None
+    pinned: bool = False
+    """Go on under the weights it began with, whatever is committed meanwhile."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -37,14 +69,41 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Use a staged version from the next step on."""
+    """Use a staged version; ``mode`` says from when on, and what becomes of what runs."""
 
     call: int
     version: int
+    mode: Interrupt = Interrupt.INFLIGHT
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The logprob of each of these tokens but the first, under the weights in use; nothing is sampled."""
+
+    call: int
+    ids_T: IntColumn
+    temperature: float = 1.0
+    kept: KeptSets | None = None
+    """Restrict each token's distribution to these."""
+    routing: Routing | None = None
+    """Send the tokens to these experts."""
+
+
+class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stand still after the present step; requests queue. ``release`` gives the cache's memory back: sequences that
+    run go on later from their tokens."""
+
+    call: int
+    release: bool = False
+
+
+class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Go on."""
+
+    call: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now."""
 
 
-Message = Generate | Abort | Stage | Commit | Shutdown
+Message = Generate | Abort | Stage | Commit | Score | Pause | Resume | Shutdown
