@@ -20,7 +20,7 @@ from headrace.types.episode import EpisodeKey
 from headrace.types.observation import LiveState
 from headrace.types.task import Task
 from headrace.types.tokens import Tokens
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 from tests.control.lives import Life, Plan, Seen, groups_of, live, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
@@ -219,9 +219,9 @@ def test_live_picture_can_be_taken_at_any_moment(tmp_path: Path) -> None:
 
 def test_engine_that_is_slow_to_commit_holds_the_next_copy_back_and_nothing_else(tmp_path: Path) -> None:
     class SlowCommits(FakeEngine):
-        async def commit(self, version: int) -> SwapReport:
+        async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
             await asyncio.sleep(5.0)
-            return await super().commit(version)
+            return await super().commit(version, mode)
 
     life = live(Plan(run_dir=tmp_path, steps=8, flow={"max_age": 3}, engine=lambda: SlowCommits(length=LENGTH)))
     assert life.summary.ledger.groups.trained == 16
@@ -237,8 +237,8 @@ def test_learner_never_copies_into_the_buffer_that_the_engine_reads(tmp_path: Pa
             self.next_slot = update.slot
             return await super().stage(update)
 
-        async def commit(self, version: int) -> SwapReport:
-            report = await super().commit(version)
+        async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+            report = await super().commit(version, mode)
             in_use[:] = [self.next_slot]
             return report
 

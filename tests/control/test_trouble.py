@@ -31,7 +31,7 @@ from headrace.types.messages.controller import StepReport
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import FloatColumn, IntColumn
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 from tests.control.lives import Plan, Seen, groups_of, live, with_eval
 
 
@@ -77,10 +77,10 @@ class StuckLearner(FakeLearner):
 
 
 class StuckCommit(FakeEngine):
-    async def commit(self, version: int) -> SwapReport:
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         if version == 2:
             await for_ever()
-        return await super().commit(version)
+        return await super().commit(version, mode)
 
 
 class StuckPublication(FakeLearner):

@@ -14,6 +14,7 @@ from headrace.scoring import Scorer
 from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
+from headrace.types.weights import Interrupt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +46,5 @@ class Parts(Serving):
     """The groups of a batch to one advantage per scored episode, in order."""
     run_dir: Path
     """Where checkpoints go."""
+    interrupt: Interrupt = Interrupt.INFLIGHT
+    """What becomes of running sequences when new weights are committed."""

@@ -148,6 +148,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 tasks=order.tasks,
                 advantages=partial(credit, order.algo),
                 run_dir=order.run_dir,
+                interrupt=order.sync.interrupt,
             )
             yield World(parts=parts, components=processes.components, send_warnings_to=pool.send_warnings_to)
 

@@ -47,14 +47,23 @@ class EnginePolicy:
         self.turns_begun += 1
         sampling = msgspec.structs.replace(self.sampling, seed=seed)
         parts: list[Tokens] = []
-        stop_reason = None
+        stop_reason, context_routing = None, None
         try:
             async for chunk in self.engine.generate(prompt_ids_T, sampling):
+                if chunk.restarted:
+                    parts.clear()
                 parts.append(chunk.tokens)
+                context_routing = chunk.prompt_routing or context_routing
                 stop_reason = chunk.stop_reason
                 self.on_tokens(len(chunk.tokens))
         finally:
-            turn = Turn(author="policy", tokens=Tokens.concat(parts), parent=parent, stop_reason=stop_reason)
+            turn = Turn(
+                author="policy",
+                tokens=Tokens.concat(parts),
+                parent=parent,
+                stop_reason=stop_reason,
+                context_routing=context_routing,
+            )
             self.sampled.append(turn)
         return turn
 

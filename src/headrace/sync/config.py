@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.config import Section
+from headrace.types.weights import Interrupt
 
 
 class SyncConfig(Section):
@@ -14,5 +15,7 @@ class SyncConfig(Section):
 
     transport: Literal["shm"] = "shm"
     """Two packed buffers in shared memory: the engine's parameters are views of the committed one."""
+    interrupt: Interrupt = Interrupt.INFLIGHT
+    """What becomes of the running sequences when new weights are committed."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for one stage or commit."""

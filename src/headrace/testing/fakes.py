@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.clock import VirtualClock
 from headrace.control import Parts
-from headrace.engine import TokenChunk
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.env import SingleTurn
 from headrace.errors import RequestError, WeightsError
 from headrace.learner.base import Publication
@@ -25,7 +25,7 @@ from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.weights import Manifest, SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 
 CHUNK_TOKENS = 16
 _EMPTY = Manifest(entries=(), total_bytes=0)
@@ -41,10 +41,14 @@ class FakeEngine:
         self._token_s = token_s
         self._length = length
         self._staged = -1
+        self._going = asyncio.Event()
+        self._going.set()
         self._stats = EngineStats()
         self.commits: list[int] = []
 
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         if self._stats.version < 0:
             raise RequestError("no weights are committed", remedy="publish before the first rollout")
         wanted = self._length(sampling.seed)
@@ -56,6 +60,7 @@ class FakeEngine:
                 size = min(CHUNK_TOKENS, total - sent)
                 version = self._stats.version
                 await asyncio.sleep(size * self._token_s)
+                await self._going.wait()
                 sent += size
                 self._count(generated_tokens=size, busy_s=size * self._token_s)
                 yield TokenChunk(tokens=_tokens(version, size), stop_reason=_reason(sent, total, wanted))
@@ -69,13 +74,22 @@ class FakeEngine:
         self._staged = update.version
         return self._token_s
 
-    async def commit(self, version: int) -> SwapReport:
+    async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        return tokens.logprobs_T
+
+    async def pause(self, *, release: bool = False) -> None:
+        self._going.clear()
+
+    async def resume(self) -> None:
+        self._going.set()
+
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         if version != self._staged:
             raise WeightsError(f"version {version} is not staged", remedy="stage it first")
         await asyncio.sleep(0)
         self._stats = msgspec.structs.replace(self._stats, version=version)
         self.commits.append(version)
-        return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0)
+        return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0, mode=mode)
 
     def stats(self) -> EngineStats:
         return self._stats

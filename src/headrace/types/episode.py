@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens
 from headrace.types.versions import oldest
 
@@ -64,6 +66,8 @@ class Turn:
     """Index of the turn it continues; ``None`` for a root."""
     stop_reason: StopReason | None = None
     """Why sampling ended; ``None`` for a turn that was not sampled."""
+    context_routing: Routing | None = None
+    """The experts of every token it was sampled after, from the root on; ``None`` where nothing was recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,6 +101,29 @@ class Episode:
             indices.append(at)
             at = self.turns[at].parent
         return indices[::-1]
+
+    def path_tokens(self, path: Sequence[int]) -> Tokens:
+        """The tokens of the turns of ``path``, one after the other. What the last sampled turn recorded of its context
+        stands in for what the turns before it did not: given tokens, and the last token of a turn, whose experts are
+        known only once another turn continues it."""
+        tokens = Tokens.concat([self.turns[index].tokens for index in path])
+        before = 0
+        context: Routing | None = None
+        for index in path:
+            turn = self.turns[index]
+            if turn.context_routing is not None and len(turn.context_routing) == before:
+                context = turn.context_routing
+            before += len(turn.tokens)
+        if context is None:
+            return tokens
+        routing = context if tokens.routing is None else context + tokens.routing[len(context) :]
+        missing = len(tokens) - len(routing)
+        if missing:
+            _, num_layers, top_k = routing.experts_RLK.shape
+            routing += Routing.unknown(
+                missing, num_layers=num_layers, top_k=top_k, dtype=routing.experts_RLK.dtype
+            )  # fmt: skip
+        return replace(tokens, routing=routing)
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""

@@ -8,7 +8,6 @@ import numpy as np
 
 from headrace.types.batch import TrainSample
 from headrace.types.episode import Episode, EpisodeStatus
-from headrace.types.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ def paths(episode: Episode, advantage: float) -> list[TrainSample]:
         samples.append(
             TrainSample(
                 key=episode.key,
-                tokens=Tokens.concat(turns),
+                tokens=episode.path_tokens(path),
                 mask_T=np.concatenate(masks),
                 advantage=advantage,
             )

@@ -72,7 +72,7 @@ class SyncLoop:
         await state.parts.engine.stage(update)
         state.span("sync", "stage", start_s, update.version)
         start_s = clock.now()
-        report = await state.parts.engine.commit(update.version)
+        report = await state.parts.engine.commit(update.version, state.parts.interrupt)
         state.span("sync", "commit", start_s, update.version)
         state.tally.commit_gaps_s.append(report.gap_s)
         state.tally.restarted += report.restarted

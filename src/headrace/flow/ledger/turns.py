@@ -21,6 +21,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None
     kept: KeptSets | None = None
     routing: Routing | None = None
+    context_routing: Routing | None = None
 
 
 _CODEC = Codec(list[_Turn])
@@ -39,6 +40,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 stop_reason=turn.stop_reason,
                 kept=turn.tokens.kept,
                 routing=turn.tokens.routing,
+                context_routing=turn.context_routing,
             )
             for turn in turns
         ]
@@ -59,6 +61,7 @@ def decode_turns(data: bytes) -> list[Turn]:
             ),
             parent=turn.parent,
             stop_reason=turn.stop_reason,
+            context_routing=turn.context_routing,
         )
         for turn in _CODEC.decode(data)
     ]
