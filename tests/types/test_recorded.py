@@ -38,9 +38,7 @@ def sampled(*ids: int, routes: Routing | None = None, kept: KeptSets | None = No
 
 
 @given(SPANS, st.data())
-def test_any_selection_of_kept_sets_is_the_selection_of_their_spans(
-    spans: list[list[int]], data: st.DataObject
-) -> None:
+def test_selection_of_kept_sets_is_the_selection_of_their_spans(spans: list[list[int]], data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, len(spans) - 1), max_size=15))
     taken = KeptSets.of(spans).take(np.array(places, np.int64))
     assert [span.tolist() for span in taken.spans()] == [spans[place] for place in places]

@@ -36,8 +36,11 @@ class LayerShape:
     """What one layer stores of a token."""
 
     heads: int
+    """Key-value heads."""
     key_size: int
+    """Numbers of one head's key."""
     value_size: int
+    """Numbers of one head's value."""
 
     @property
     def numbers(self) -> int:

@@ -45,6 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """Seconds from its arrival after which it ends with what it has; ``None`` for no deadline."""
     fork: Fork | None = None
+    """Continue another sequence instead of beginning from a prompt; ``None`` for a prompt."""
     pinned: bool = False
     """Go on under the weights it began with, whatever is committed meanwhile."""
 
@@ -82,6 +83,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
     ids_T: IntColumn
     temperature: float = 1.0
+    """Logits are divided by it."""
     kept: KeptSets | None = None
     """Restrict each token's distribution to these."""
     routing: Routing | None = None
