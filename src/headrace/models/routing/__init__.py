@@ -1,0 +1,22 @@
+"""Keep Routing: the learner sends each token to the experts that computed it in the engine.
+
+In a mixture-of-experts model a router scores the experts of every token and the best few compute it. Numbers that
+differ in the last digit, or weights that are a step older, choose other experts, and then the learner's log π is that
+of another computation. So the engine records the chosen experts (:class:`RoutingRecorder`), and the learner replays
+them (:class:`RoutingReplay`): the *selection* is the recorded one, the *gate values* come from the current scores of
+the selected experts, so that the router keeps its gradient.
+
+    router(hidden) ──▶ logits_NE, gates_NK, experts_NK ──▶ experts compute, weighted by the gates
+                            │                    │
+       replay: gates of the │ recorded experts ──┘     record: experts_NK, layer by layer
+
+Both are hooks on the router modules of one model, so that whatever computes the experts and shared experts beside them
+are not touched. To support a family, add its gates to ``families.py``.
+"""
+
+from headrace.models.routing.base import RoutedModel
+from headrace.models.routing.find import find_routing
+from headrace.models.routing.recorder import RoutingRecorder
+from headrace.models.routing.replay import RoutingReplay, Seen
+
+__all__ = ["RoutedModel", "RoutingRecorder", "RoutingReplay", "Seen", "find_routing"]

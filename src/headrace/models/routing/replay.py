@@ -1,0 +1,123 @@
+"""Send tokens to recorded experts.
+
+    with replay(routing) ──▶ trunk(…, SEEN=seen) ──▶ layer: attention(…, SEEN=seen) notes it ──▶ router's output changes
+
+The replay travels with the keywords of the pass, as the plan of attention does. A layer whose activations are computed
+again in the backward pass gets the same keywords again, so it routes as it did, even if another pass, or none, is being
+replayed by then.
+
+Shape legend: N tokens of a pass, L mixture-of-experts layers, K experts per token and layer, R tokens whose routing is
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import ModelError
+from headrace.models.routing.base import Layer, RoutedModel
+from headrace.types.recorded import Routing
+
+SEEN = "headrace_seen"
+"""The keyword under which a replay travels through ``model(**kwargs)``."""
+
+
+class Seen:
+    """The routing of one pass, and how far it is from what the routers would choose."""
+
+    def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
+        small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
+        experts_NLK = np.zeros((len(routing), routed.num_layers, routed.top_k), small)
+        experts_NLK[routing.known_T] = routing.experts_RLK
+        self.num_known = int(routing.known_T.sum())
+        """Tokens whose routing is known."""
+        self.total = self.num_known * routed.num_layers
+        """Pairs of a known token and a layer: what :attr:`differing` is out of."""
+        self._forced = forced
+        self._known_N = torch.tensor(routing.known_T, device=device)
+        self._experts_NLK = torch.from_numpy(experts_NLK).to(device)
+        self._differing: dict[int, Tensor] = {}
+
+    @property
+    def differing(self) -> int:
+        """Pairs of a known token and a layer at which the router would choose another set of experts. Waits for the
+        device."""
+        return int(torch.stack(list(self._differing.values())).sum()) if self._differing else 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have routed so far."""
+        return len(self._differing)
+
+    def route(self, index: int, layer: Layer, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the router of layer ``index`` shall give instead of ``output``."""
+        logits_NE, _, live_NK = output
+        if len(live_NK) != len(self._known_N):
+            raise ModelError(
+                f"a forward pass of {len(live_NK)} tokens under the routing of {len(self._known_N)} tokens",
+                remedy="give the routing of exactly the tokens of the pass, in their order",
+            )
+        known_N1 = self._known_N[:, None]
+        experts_NK = torch.where(known_N1, self._experts_NLK[:, index].long(), live_NK)
+        self._differing[index] = (experts_NK.sort(-1).values != live_NK.sort(-1).values).any(-1).sum()
+        return (logits_NE, layer.gates(layer.router, logits_NE, experts_NK), experts_NK) if self._forced else output
+
+
+class RoutingReplay:
+    """Makes forward passes of one model use recorded experts. Install it once per model. Not thread-safe.
+
+    Known tokens go to the recorded experts, with the gates that the current router gives to those; unknown tokens are
+    routed live. With the experts that the routers would have chosen, in their order, nothing changes, bit for bit.
+    """
+
+    def __init__(self, routed: RoutedModel) -> None:
+        self._routed = routed
+        self._seen: Seen | None = None
+        for index, layer in enumerate(routed.layers):
+            layer.attention.register_forward_pre_hook(self._enter, with_kwargs=True)
+            layer.router.register_forward_hook(partial(self._route, index, layer), prepend=True)
+
+    @contextmanager
+    def __call__(self, routing: Routing, *, forced: bool = True) -> Iterator[Seen]:
+        """Replay ``routing``, of exactly the tokens of the pass, in the forward pass of the ``with`` block; its
+        backward pass may come later.
+
+        With ``forced=False`` the routers choose live, and only how their choice differs is counted.
+
+        Raises :class:`~headrace.errors.ModelError` for routing that this model cannot have chosen (see
+        :meth:`RoutedModel.problem`), for a pass of other tokens, and if no pass came or it did not reach every router.
+        """
+        problem = routing.problem(len(routing)) or self._routed.problem(routing.experts_RLK)
+        if problem:
+            raise ModelError(
+                f"the routing cannot be replayed: {problem}",
+                remedy="replay what an engine with the same model and configuration recorded",
+            )
+        device = next(self._routed.layers[0].router.parameters()).device
+        seen = Seen(routing, self._routed, forced=forced, device=device)
+        handle = self._routed.trunk.register_forward_pre_hook(
+            lambda trunk, args, kwargs: (args, {**kwargs, SEEN: seen}), with_kwargs=True
+        )
+        with handle:
+            yield seen
+        if seen.num_layers != self._routed.num_layers:
+            raise ModelError(
+                f"the replay reached {seen.num_layers} of {self._routed.num_layers} routers",
+                remedy="run the forward pass inside the with block; "
+                "if that is so, a fused kernel bypasses the router: load the model without it",
+            )
+
+    def _enter(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._seen = kwargs.get(SEEN)
+
+    def _route(
+        self, index: int, layer: Layer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return output if self._seen is None else self._seen.route(index, layer, output)
