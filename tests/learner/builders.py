@@ -86,3 +86,11 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """1e-5 relative to the largest entry of each tensor: sums of terms of both signs have no better measure."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=0, atol=1e-5 * scale, msg=name)

@@ -39,6 +39,12 @@ def logprobs(model: PreTrainedModel, batch: Batch, temperature: float) -> Tensor
     return torch.cat(parts)
 
 
+def ruled_out(batch: Batch, part: slice, vocab_size: int) -> Tensor:
+    """(T - 1, V): the entries that the kept-set of token t + 1 leaves out."""
+    spans = batch.kept[part].spans()[1:]
+    return torch.tensor([[len(span) > 0 and entry not in span for entry in range(vocab_size)] for span in spans])
+
+
 def grpo_loss(model: PreTrainedModel, batch: Batch, temperature: float, entropy_coef: float = 0.0) -> Tensor:
     """−(1/S) Σ_samples (1/T) Σ_tokens min(π_old/μ, 2) · r · A (+ entropy bonus), where r = π/π_old is 1 in value."""
     total = torch.zeros((), dtype=torch.float64)
@@ -46,7 +52,8 @@ def grpo_loss(model: PreTrainedModel, batch: Batch, temperature: float, entropy_
         every = log_softmax(model, batch, part, temperature)
         rows = torch.tensor(batch.mask_N[part])[1:]
         ids = torch.tensor(batch.ids_N[part], dtype=torch.int64)[1:][rows]
-        log_pi = every[rows].gather(1, ids[:, None])[:, 0]
+        drawn = every if batch.kept is None else every.masked_fill(ruled_out(batch, part, every.shape[1]), -torch.inf)
+        log_pi = drawn.log_softmax(-1)[rows].gather(1, ids[:, None])[:, 0]
         log_mu = torch.tensor(batch.logprobs_N[part], dtype=torch.float64)[1:][rows]
         weight = (log_pi.detach() - log_mu).exp().clamp(max=TIS_CAP)
         ratio = (log_pi - log_pi.detach()).exp()

@@ -14,9 +14,13 @@ from headrace.algo.base import Column, LossInputs, TokenLoss
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
 from headrace.errors import ConfigError, RunError
+from headrace.learner.config import LearnerConfig
+from headrace.learner.forward import Forward
+from headrace.learner.packing import MicroBatch
+from headrace.models import ModelConfig, load_model
 from headrace.types.batch import Batch
 from tests.learner import reference
-from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
+from tests.learner.builders import Setup, assert_close, assert_same_bits, gradients, random_batch, weights
 
 
 @pytest.fixture
@@ -26,14 +30,6 @@ def setup(model_dir):
 
 def with_column(batch: Batch, **columns: np.ndarray) -> Batch:
     return msgspec.structs.replace(batch, **columns)
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """1e-5 relative to the largest entry of each tensor: sums of terms of both signs have no better measure."""
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        scale = expected[name].abs().max().item()
-        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=0, atol=1e-5 * scale, msg=name)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -362,3 +358,14 @@ def test_engine_as_old_policy_has_the_gradient_of_its_ratio(setup):
     ours.forward_backward(batch)
     theirs.forward_backward(batch)
     assert_close(gradients(ours), gradients(theirs))
+
+
+def test_an_empty_microbatch_runs_the_model_and_leaves_a_gradient_of_zero(setup):
+    """What a rank computes while the others have one sample more."""
+    model = load_model(ModelConfig(path=str(setup.model_dir)))
+    batch = random_batch()
+    run = Forward(model, LearnerConfig(), temperature=1.0, entropy_gradient=False)
+    passed = run(batch, batch.mask_N, MicroBatch.of([], batch.lengths_S.astype(np.int64)))
+    assert passed.log_pi_M.shape == passed.entropy_M.shape == (0,)
+    passed.log_pi_M.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

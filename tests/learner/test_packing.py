@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RunError
-from headrace.learner.packing import microbatches, pack, ragged_arange
+from headrace.learner.cost import cost_of
+from headrace.learner.packing import Cost, MicroBatch, Packing, microbatches, pack, plan, ragged_arange, singly
+from headrace.models import ModelConfig, load_model
+from headrace.models.routing import find_routing
+from tests.learner.builders import tiny
 
 BUDGET = 64
 lengths_lists = st.lists(st.integers(1, BUDGET), min_size=1, max_size=60)
@@ -77,3 +81,65 @@ def test_positions_and_local_samples_count_from_zero():
 
 def test_ragged_arange_of_nothing_is_empty():
     assert ragged_arange(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
+
+
+COST = Cost(per_pair=0.05)
+
+
+@given(lengths_lists, st.integers(1, 5))
+def test_every_rank_gets_as_many_microbatches_and_every_sample_is_in_one(lengths, num_ranks):
+    packing = Packing(budget=BUDGET, num_ranks=num_ranks, cost=COST)
+    ranks = plan(np.array(lengths, np.int32), singly(np.arange(len(lengths))), packing)
+    assert len(ranks) == num_ranks
+    assert len({len(rank) for rank in ranks}) == 1
+    assert sorted(s for rank in ranks for micro in rank for s in micro.samples_K.tolist()) == list(range(len(lengths)))
+    assert all(len(micro.places_M) <= BUDGET for rank in ranks for micro in rank)
+    fewest = len(pack(np.array(lengths), BUDGET))
+    assert len(ranks[0]) == -(-fewest // num_ranks)
+
+
+@given(lengths_lists, st.integers(1, 5))
+def test_a_plan_is_a_function_of_its_input(lengths, num_ranks):
+    packing = Packing(budget=BUDGET, num_ranks=num_ranks, cost=COST)
+    one, other = (plan(np.array(lengths, np.int32), singly(np.arange(len(lengths))), packing) for _ in range(2))
+    assert [[m.samples_K.tolist() for m in rank] for rank in one] == [[m.samples_K.tolist() for m in r] for r in other]
+
+
+def costs_of(ranks: list[list[MicroBatch]], cost: Cost) -> np.ndarray:
+    """(ranks, turns)"""
+    return np.array(
+        [[cost.per_token * m.lengths_K.sum() + cost.per_pair * (m.lengths_K**2).sum() for m in rank] for rank in ranks]
+    )
+
+
+def test_long_answers_are_balanced_by_what_attention_costs():
+    """Lognormal lengths, cv 1, on four ranks: what the ranks wait for each other is under a tenth, and less than with
+    tokens alone in view."""
+    rng = np.random.default_rng(0)
+    sigma = np.sqrt(np.log(2))
+    lengths = np.clip(rng.lognormal(np.log(1000) - sigma**2 / 2, sigma, 256), 8, 8192).astype(np.int32)
+    real = Cost(per_pair=1 / 2000)
+
+    def waiting(seen: Cost) -> float:
+        costs = costs_of(plan(lengths, singly(np.arange(256)), Packing(budget=16384, num_ranks=4, cost=seen)), real)
+        return float(costs.max(0).sum() / costs.mean(0).sum() - 1)
+
+    assert waiting(real) < 0.1
+    assert waiting(real) < waiting(Cost())
+
+
+def test_a_microbatch_of_nothing_has_the_columns_of_nothing():
+    micro = MicroBatch.of([], np.array([3, 4]))
+    assert [len(micro.samples_K), len(micro.places_M), len(micro.places_R), len(micro.positions_M())] == [0, 0, 0, 0]
+
+
+def test_attention_weighs_against_the_parameters_a_token_meets(tmp_path):
+    dense = load_model(ModelConfig(path=str(tiny(tmp_path / "dense"))))
+    embedding = dense.get_input_embeddings().weight.numel()
+    parameters = dense.num_parameters() - (0 if dense.config.tie_word_embeddings else embedding)
+    assert cost_of(dense, None).per_pair == pytest.approx(2 * 32 / parameters)
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+    mixture = load_model(ModelConfig(path=str(tiny(tmp_path / "moe", kind="qwen3_moe", extra=settings))))
+    idle = 2 * sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name) // 4
+    parameters = mixture.num_parameters() - idle - (0 if mixture.config.tie_word_embeddings else embedding)
+    assert cost_of(mixture, find_routing(mixture)).per_pair == pytest.approx(2 * 32 / parameters)

@@ -120,3 +120,34 @@ def test_empty_sequences_take_no_place() -> None:
     rule = Rule(layer=0, scale=1.0)
     with_empty = PackedPlan([0, 2, 0, 1]).attend(query, query, query, rule)
     assert torch.equal(with_empty, PackedPlan([2, 1]).attend(query, query, query, rule))
+
+
+@given(
+    prefix=st.integers(1, 20),
+    suffixes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    window=st.none() | st.integers(1, 30),
+    seed=st.integers(0, 2**31),
+)
+def test_sequences_that_share_rows_attend_as_if_each_had_its_own(
+    prefix: int, suffixes: list[int], window: int | None, seed: int
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    own = [prefix + sum(suffixes[:index]) for index in range(len(suffixes))]
+    rows = [
+        row
+        for start, count in zip(own, suffixes, strict=True)
+        for row in [*range(prefix), *range(start, start + count)]
+    ]
+    lengths, rows_T = [prefix + count for count in suffixes], torch.tensor(rows)
+    leaves = [torch.randn(prefix + sum(suffixes), heads, 8, generator=rng, requires_grad=True) for heads in (4, 2, 2)]
+    towards = torch.randn(len(rows), 4, 8, generator=rng)
+    rule = Rule(layer=0, scale=0.3, window=window)
+
+    plan = PackedPlan(lengths, rows_T=rows)
+    shared = plan.attend(*leaves, rule)[rows_T]
+    apart = PackedPlan(lengths).attend(*(leaf[rows_T] for leaf in leaves), rule)
+    torch.testing.assert_close(shared, apart, atol=2e-5, rtol=1e-5)
+    assert plan.positions_N[rows_T].tolist() == PackedPlan(lengths).positions_N.tolist()
+    gradients = torch.autograd.grad((shared * towards).sum(), leaves)
+    for found, wanted in zip(gradients, torch.autograd.grad((apart * towards).sum(), leaves), strict=True):
+        torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-4)

@@ -36,3 +36,6 @@ class LearnerConfig(Section):
     """Gradients are scaled down to this global norm."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Token positions of one forward and backward pass; the result does not depend on it."""
+    share_prefixes: bool = False
+    """Whether samples of one group compute the tokens they begin with once, all but attention. Same gradient; pays
+    where prompts are long beside answers."""

@@ -2,23 +2,23 @@
 
     batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
           ──▶ one weight per token, over the whole batch (and the tokens chosen from all of it, where a formula asks)
-          ──▶ micro-batches (packing.py)
-          ──▶ each: log π at its loss tokens (logits.py) ──▶ objective ──▶ backward: gradients add up
+          ──▶ micro-batches of about equal cost (packing.py)
+          ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ AdamW at the schedule's rate (optim.py) ──▶ version + 1
 
-Shape legend: S samples and N tokens of the batch, M tokens of a micro-batch, P tokens of it that carry loss.
+A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient divided by the
+reduction's denominator when the last is there: the same gradient, up to rounding.
+
+Shape legend: N tokens of the batch.
 """
 
 from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,12 +28,11 @@ from headrace.clock import Clock
 from headrace.errors import ConfigError, RunError
 from headrace.learner import snapshot
 from headrace.learner.config import COLUMNS, LearnerConfig
-from headrace.learner.intake import Mask, layout, refuse_unfit
-from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, halves
+from headrace.learner.forward import Forward
+from headrace.learner.intake import layout
 from headrace.learner.optim import build_optimizer, learning_rate
-from headrace.learner.packing import MicroBatch, microbatches
+from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Tally, Work
-from headrace.models.attention import PLAN, PackedPlan
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
@@ -76,6 +75,18 @@ class Update:
     seconds: float
 
 
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """What the parts of a step have added up to."""
+
+    tally: Tally = field(default_factory=Tally)
+    mass: float = 0.0
+    """The reduction's denominator."""
+    loss_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
 class LearnerCore:
     """Owns a model's gradients, its optimizer and its version. Not thread-safe.
 
@@ -92,15 +103,11 @@ class LearnerCore:
         self._objective = objective
         self._context = context
         self._device = model.device
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
-        probe = self._inputs(np.zeros(2, np.int64), np.array([2]))
-        self._token_logprobs = TokenLogprobs(
-            halves(model, probe),
-            chunk=max(1, LOGITS_PER_CHUNK // self._vocab_size),
-            temperature=context.temperature,
-            entropy_gradient="entropy" in objective.columns,
+        self._forward = Forward(
+            model, config, temperature=context.temperature, entropy_gradient="entropy" in objective.columns
         )
         self._optimizer = build_optimizer((p for p in model.parameters() if p.requires_grad), config)
+        self._parts: _Parts | None = None
         self._spans: list[Span] = []
         self._step = 0
 
@@ -133,32 +140,64 @@ class LearnerCore:
         """
         start_s = self._context.clock.now()
         self._refuse(batch)
-        mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
-        weights_N = self._objective.weights(layout(batch, mask))
-        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=weights_N, old=self._objective.old)
+        if self._parts is not None:
+            raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
+        work, mass, dropped = self._prepare(batch)
         if not work.mask_N.any():
-            raise RunError(
-                f"no token of the batch of step {batch.step} can carry loss: {batch.num_loss_tokens} are in its mask, "
-                "none of those has a finite engine logprob",
-                remedy="check the engine's logits for NaN (weights, dtype, temperature)",
-            )
+            raise _nothing_to_learn(self._step, batch.num_loss_tokens)
+        work = replace(work, weights_N=work.weights_N / mass.clamp(min=1.0))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
-        tally = Tally(work)
-        with ExitStack() as undo:
-            undo.callback(self._optimizer.zero_grad)
-            for micro in self._cut(batch, work.mask_N):
-                inputs = work.inputs(micro, *self._log_pi(batch, work.mask_N, micro))
-                output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
-                output.loss.backward()
-                tally.add(micro, inputs, output)
-            undo.pop_all()
-        seconds = self._ended("forward_backward", start_s)
+        tally = Tally()
+        self._backward(work, tally)
         return Gradient(
             metrics=tally.metrics(),
-            trained_tokens=int(work.mask_N.sum()),
-            dropped_tokens={reason: int(count) for reason, count in dropped.items() if count},
-            seconds=seconds,
+            trained_tokens=tally.trained_tokens,
+            dropped_tokens=dropped,
+            seconds=self._ended("forward_backward", start_s),
+        )
+
+    def add(self, part: Batch) -> None:
+        """Compute the gradient of a part of this step's batch, before the rest of it is there. A part holds whole
+        groups. :meth:`finish` makes of all parts what :meth:`forward_backward` makes of the whole.
+
+        Raises, before anything has changed, :class:`~headrace.errors.RunError` for a part that cannot be trained and
+        :class:`~headrace.errors.ConfigError` if the objective must see the whole batch first. If it fails later, no
+        gradient of any part is left.
+        """
+        start_s = self._context.clock.now()
+        self._refuse(part)
+        if self._objective.selects:
+            raise ConfigError(
+                "the objective chooses its tokens from the whole batch, which is not there yet",
+                remedy="choose an algo.loss and algo.correction that select no tokens, or give the batch as one",
+            )
+        if self._parts is None:
+            if any(p.grad is not None for p in self.model.parameters()):
+                raise RunError(f"step {self._step} already has a gradient", remedy="call optim_step before add")
+            self._parts = _Parts()
+        parts = self._parts
+        work, mass, dropped = self._prepare(part)
+        self._backward(work, parts.tally)
+        parts.mass += float(mass)
+        parts.loss_tokens += part.num_loss_tokens
+        for reason, count in dropped.items():
+            parts.dropped[reason] = parts.dropped.get(reason, 0) + count
+        parts.seconds += self._ended("forward_backward", start_s)
+
+    def finish(self) -> Gradient:
+        """The last part has been added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
+        parts, self._parts = self._parts or _Parts(), None
+        if not parts.tally.trained_tokens:
+            raise _nothing_to_learn(self._step, parts.loss_tokens)
+        scale = 1.0 / max(parts.mass, 1.0)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+        return Gradient(
+            metrics=parts.tally.metrics(scale),
+            trained_tokens=parts.tally.trained_tokens,
+            dropped_tokens=parts.dropped,
+            seconds=parts.seconds,
         )
 
     def optim_step(self) -> Update:
@@ -168,6 +207,8 @@ class LearnerCore:
         were then.
         """
         start_s = self._context.clock.now()
+        if self._parts is not None:
+            raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before optim_step")
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if all(p.grad is None for p in parameters):
             raise RunError(f"step {self._step} has no gradient", remedy="call forward_backward before optim_step")
@@ -192,8 +233,8 @@ class LearnerCore:
     def logprobs(self, batch: Batch) -> FloatColumn:
         """log π (N, float32) of every token of the batch's mask under the current weights and the sampling
         temperature; 0 elsewhere."""
-        refuse_unfit(batch, self._vocab_size)
-        return self._logprobs(batch, batch.mask_N)
+        self._forward.refuse(batch)
+        return self._forward.logprobs(batch, batch.mask_N)
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
@@ -223,38 +264,36 @@ class LearnerCore:
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",
                 remedy="train the batches of a run in order, each once",
             )
-        refuse_unfit(batch, self._vocab_size)
+        self._forward.refuse(batch)
 
-    def _cut(self, batch: Batch, mask_N: Mask) -> list[MicroBatch]:
-        """Samples without a loss token need no forward pass."""
-        samples_N = np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)
-        return microbatches(batch.lengths_S, np.unique(samples_N[mask_N]), self._config.tokens_per_microbatch)
+    def _prepare(self, batch: Batch) -> tuple[Work, Tensor, dict[str, int]]:
+        """The batch with weights that are yet to be divided by the mass of the whole step, that of this batch, and the
+        tokens that can carry no loss, by reason."""
+        mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
+        shares = self._objective.shares(layout(batch, mask))
+        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
+        return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
-    def _inputs(self, ids_M: npt.NDArray[Any], lengths_K: npt.NDArray[np.int64]) -> dict[str, Any]:
-        plan = PackedPlan(lengths_K, self._device)
-        ids = torch.from_numpy(ids_M.astype(np.int64)).to(self._device)
-        return {"input_ids": ids[None], "position_ids": plan.positions_N[None], PLAN: plan}
+    def _backward(self, work: Work, tally: Tally) -> None:
+        """Micro-batch by micro-batch; if one fails, no gradient is left."""
+        with ExitStack() as undo:
+            undo.callback(self._forget)
+            tally.open(work)
+            for micro in self._forward.cut(work.batch, work.mask_N):
+                passed = self._forward(work.batch, work.mask_N, micro)
+                inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M)
+                output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
+                output.loss.backward()
+                tally.add(work, micro, passed, output)
+            undo.pop_all()
 
-    def _log_pi(self, batch: Batch, mask_N: Mask, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log π and entropies (M, each), 0 outside the mask. A token came from the logits of the one before it."""
-        inputs = self._inputs(batch.ids_N[micro.places_M], micro.lengths_K)
-        loss_P = torch.from_numpy(np.flatnonzero(mask_N[micro.places_M])).to(self._device)
-        found = self._token_logprobs(inputs, loss_P - 1, inputs["input_ids"][0, loss_P])
-        zeros_M = torch.zeros(len(micro.places_M), device=self._device)
-        log_pi_M, entropy_M = (zeros_M.index_copy(0, loss_P, column_P) for column_P in found)
-        return log_pi_M, entropy_M
-
-    @torch.no_grad()
-    def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        logprobs_N = np.zeros(batch.num_tokens, np.float32)
-        for micro in self._cut(batch, mask_N):
-            log_pi_M, _ = self._log_pi(batch, mask_N, micro)
-            logprobs_N[micro.places_M] = log_pi_M.cpu().numpy()
-        return logprobs_N
+    def _forget(self) -> None:
+        self._optimizer.zero_grad()
+        self._parts = None
 
     def _select(self, work: Work) -> Tensor | None:
         """The tokens that formulas choose from the whole batch, under the present weights."""
-        log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
+        log_pi_N = torch.from_numpy(self._forward.logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
     def _ended(self, name: str, start_s: float) -> float:
@@ -263,6 +302,14 @@ class LearnerCore:
         end_s = self._context.clock.now()
         self._spans.append(Span(lane="learner", name=name, start_s=start_s, end_s=end_s, step=self._step))
         return end_s - start_s
+
+
+def _nothing_to_learn(step: int, loss_tokens: int) -> RunError:
+    return RunError(
+        f"no token of the batch of step {step} can carry loss: {loss_tokens} are in its mask, "
+        "none of those has a finite engine logprob",
+        remedy="check the engine's logits for NaN (weights, dtype, temperature)",
+    )
 
 
 def _refuse_settings(objective: Objective, temperature: float) -> None:

@@ -12,18 +12,30 @@ from torch import Tensor
 
 from headrace.algo.base import BatchLayout
 from headrace.errors import RunError
+from headrace.models.routing import RoutedModel
 from headrace.types.batch import Batch
 
 Mask = npt.NDArray[np.bool_]
 
 
-def refuse_unfit(batch: Batch, vocab_size: int) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a batch that no model with ``vocab_size`` tokens can train on."""
-    problem = _misaligned(batch) or _untrainable(batch, vocab_size)
+def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budget: int) -> None:
+    """Raise :class:`~headrace.errors.RunError` for a batch that a model with ``vocab_size`` tokens and the experts of
+    ``routed`` cannot train on, or whose samples do not fit in a micro-batch of ``budget`` tokens."""
+    problem = (
+        _misaligned(batch) or _untrainable(batch, vocab_size) or _kept_of_others(batch, vocab_size)
+        or _routed_otherwise(batch, routed)
+    )  # fmt: skip
     if problem:
         raise RunError(
             f"the batch of step {batch.step} cannot be trained: {problem}; nothing was changed",
             remedy="build batches with Batch.collate, from samples whose tokens the engine or its tokenizer made",
+        )
+    longest = int(np.argmax(batch.lengths_S)) if len(batch.lengths_S) else 0
+    if len(batch.lengths_S) and batch.lengths_S[longest] > budget:
+        raise RunError(
+            f"sample {longest} of the batch has {batch.lengths_S[longest]} tokens, "
+            f"but one micro-batch holds learner.tokens_per_microbatch={budget}; nothing was changed",
+            remedy=f"set learner.tokens_per_microbatch >= {batch.lengths_S[longest]}, or sample fewer new tokens",
         )
 
 
@@ -53,6 +65,28 @@ def _untrainable(batch: Batch, vocab_size: int) -> str:
         return f"the first token of sample {np.flatnonzero(lengths > 0)[first[0]]} carries loss, but follows no token"
     unlearnable = batch.mask_N & ~np.isfinite(batch.advantages_N)
     return f"token {np.flatnonzero(unlearnable)[0]} has a non-finite advantage" if unlearnable.any() else ""
+
+
+def _kept_of_others(batch: Batch, vocab_size: int) -> str:
+    if batch.kept is None:
+        return ""
+    if problem := batch.kept.problem(batch.ids_N):
+        return problem
+    ids_E = batch.kept.ids_E
+    outside = np.flatnonzero((ids_E < 0) | (ids_E >= vocab_size))
+    if len(outside):
+        return f"a kept-set holds id {ids_E[outside[0]]}, the model knows 0 to {vocab_size - 1}"
+    owners_E = np.repeat(np.arange(len(batch.kept)), batch.kept.sizes_T)
+    unordered = np.flatnonzero((np.diff(ids_E) <= 0) & (np.diff(owners_E) == 0))
+    return f"the kept-set of token {owners_E[unordered[0]]} is not ascending" if len(unordered) else ""
+
+
+def _routed_otherwise(batch: Batch, routed: RoutedModel | None) -> str:
+    if batch.routing is None:
+        return ""
+    if routed is None:
+        return "it holds the routing of a mixture of experts, and the model has none that can be replayed"
+    return batch.routing.problem(batch.num_tokens) or routed.problem(batch.routing.experts_RLK)
 
 
 def layout(batch: Batch, mask_N: Tensor) -> BatchLayout:

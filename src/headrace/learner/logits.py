@@ -1,10 +1,11 @@
 """Log-probabilities without the whole [tokens × vocabulary] matrix.
 
-    ids ──▶ trunk, once ──▶ hidden_M ──▶ those before a loss token, hidden_P ──▶ head, chunk by chunk ──▶ log π_P
+    ids ──▶ trunk, once ──▶ hidden_M ──▶ those before a loss token, hidden_P ──▶ head, piece by piece ──▶ log π_P
 
-The head of a chunk is computed again in the backward pass, so that one chunk's logits exist at a time. What a head is,
-only the model's own forward pass knows (soft caps, scales, biases): it runs unchanged, with the trunk replaced by one
-that gives back the hidden states it is handed. A model that does not come apart in this way is run whole.
+A head that is one matrix is computed in tiles of tokens × vocabulary (head.py). What any other head is, only the
+model's own forward pass knows (soft caps, scales): it runs unchanged, with the trunk replaced by one that gives back
+the hidden states it is handed, over chunks of tokens that are computed again in the backward pass. A model that does
+not come apart in this way is run whole.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
 D hidden size (V for a model that is run whole).
@@ -16,13 +17,23 @@ import copy
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from headrace.learner.head import Asked, Kept, linear_logprobs
+from headrace.types.recorded import KeptSets
+
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""
+
+PROBES = 4
+"""Random hidden states on which a head shows that it is a matrix."""
+
+LARGE_LOGIT = 1e4
+"""The size of their logits: far above any soft cap."""
 
 
 class Halves(Protocol):
@@ -46,6 +57,8 @@ class SplitModel:
         # The same modules and parameters, but for the trunk: this forward pass is the head alone.
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, model.base_model_prefix: self._given}
+        self._linear = model.get_output_embeddings()
+        self._is_matrix = self._acts_as_matrix()
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         hidden_MD: Tensor = self._trunk(**inputs, use_cache=False).last_hidden_state[0]
@@ -58,6 +71,27 @@ class SplitModel:
         finally:
             self._given.hidden = None
         return logits_CV
+
+    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight (V, D) and bias (V,) if the head is nothing else; ``None`` if it is more."""
+        return (self._linear.weight, self._linear.bias) if self._is_matrix else None
+
+    @torch.no_grad()
+    def _acts_as_matrix(self) -> bool:
+        """Whether the logits are those of the output embedding and nothing else, even where they are so large that any
+        soft cap would show. Weights that are spread over devices are left to the model's own forward pass."""
+        linear = self._linear
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
+            return False
+        weight_VD = linear.weight
+        rng = torch.Generator().manual_seed(0)
+        probe_CD = torch.randn(PROBES, weight_VD.shape[1], generator=rng).to(weight_VD)
+        largest = float(F.linear(probe_CD, weight_VD).abs().max())
+        if not 0 < largest < torch.inf:
+            return False
+        probe_CD = probe_CD * (LARGE_LOGIT / largest)
+        expected_CV = F.linear(probe_CD, weight_VD, linear.bias)
+        return torch.allclose(self.logits(probe_CD), expected_CV, rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
 
 
 class WholeModel:
@@ -110,23 +144,44 @@ class TokenLogprobs:
         self._temperature = temperature
         self._entropy_gradient = entropy_gradient
 
-    def __call__(self, inputs: dict[str, Any], before_P: Tensor, ids_P: Tensor) -> tuple[Tensor, Tensor]:
-        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each, float32, in nats.
-        One forward pass of the trunk over ``inputs``."""
-        hidden_PD = self._model.hidden(inputs)[before_P]
-        if len(before_P) <= self._chunk:
-            return self._of_chunk(hidden_PD, ids_P)
-        chunks = zip(hidden_PD.split(self._chunk), ids_P.split(self._chunk), strict=True)
-        parts = [
-            checkpoint(self._of_chunk, hidden_CD, ids_C, use_reentrant=False, preserve_rng_state=False)
-            for hidden_CD, ids_C in chunks
-        ]
+    def __call__(
+        self, inputs: dict[str, Any], before_P: Tensor, ids_P: Tensor, kept: KeptSets | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each, at least float32,
+        in nats. One forward pass of the trunk over ``inputs``.
+
+        ``kept``: what each of the P tokens was sampled from; log π is renormalised over it. The entropy is that of the
+        whole distribution.
+        """
+        hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
+        matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
+        if matrix is not None:
+            asked = Asked(
+                ids_P=ids_P,
+                temperature=self._temperature,
+                kept=None if kept is None else Kept(kept, hidden_PD.device),
+                entropy_gradient=self._entropy_gradient,
+                keep_logits=len(ids_P) <= self._chunk,
+            )
+            return linear_logprobs(hidden_PD, *matrix, asked)
+        if len(ids_P) <= self._chunk:
+            return self._of_chunk(hidden_PD, ids_P, kept)
+        parts = []
+        for start in range(0, len(ids_P), self._chunk):
+            part = slice(start, min(start + self._chunk, len(ids_P)))
+            args = hidden_PD[part], ids_P[part], None if kept is None else kept[part]
+            parts.append(checkpoint(self._of_chunk, *args, use_reentrant=False, preserve_rng_state=False))
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
-    def _of_chunk(self, hidden_CD: Tensor, ids_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = self._model.logits(hidden_CD).float() / self._temperature
+    def _of_chunk(self, hidden_CD: Tensor, ids_C: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor]:
+        logits_CV = self._model.logits(hidden_CD)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self._temperature
         all_CV = torch.log_softmax(logits_CV, dim=-1)
-        logprobs_C = all_CV.gather(1, ids_C[:, None])[:, 0]
+        drawn_CV = all_CV
+        if kept is not None:
+            allowed_CV = Kept(kept, logits_CV.device).allowed(*logits_CV.shape)
+            drawn_CV = torch.log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf), dim=-1)
+        logprobs_C = drawn_CV.gather(1, ids_C[:, None])[:, 0]
         if self._entropy_gradient:
             return logprobs_C, _entropy(all_CV)
         with torch.no_grad():  # last, so that the recomputation stops before it

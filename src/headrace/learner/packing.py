@@ -1,12 +1,17 @@
 """A batch cut into micro-batches: whole samples, a bounded number of token positions, balanced, no padding.
 
-Shape legend: S samples of the batch, N tokens of the batch, K samples of one micro-batch, M tokens of one micro-batch.
+    samples ──▶ units: single samples, or siblings that share a prefix (prefixes.py)
+            ──▶ as few bins as first-fit decreasing needs, evenly filled by what they cost to compute
+            ──▶ dealt to the ranks, the costliest first: as many for each, of about the same cost at the same time
+
+Shape legend: S samples of the batch, N tokens of the batch, U units, K samples of one micro-batch, M tokens of one
+micro-batch, R tokens of it that are computed.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +20,45 @@ from headrace.errors import RunError
 from headrace.types.tokens import IntColumn
 
 Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What computing costs, in the unit of one token's matrices."""
+
+    per_token: float = 1.0
+    """Everything but attention."""
+    per_pair: float = 0.0
+    """Attention, for a token of a sample and a token of the same sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Samples that stay together in one micro-batch."""
+
+    samples: Index
+    """Their places in the batch, ascending."""
+    prefix: int = 0
+    """The first tokens of each, which are the same in all of them and are computed once."""
+
+    def num_rows(self, lengths_S: Index) -> int:
+        """Tokens that are computed."""
+        return int((lengths_S[self.samples] - self.prefix).sum()) + self.prefix
+
+    def cost(self, lengths_S: Index, cost: Cost) -> float:
+        """Of computing it; attention is computed for every sample on its own."""
+        return cost.per_token * self.num_rows(lengths_S) + cost.per_pair * float((lengths_S[self.samples] ** 2).sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a batch is to be cut."""
+
+    budget: int
+    """Token positions that one micro-batch may compute: ``learner.tokens_per_microbatch``."""
+    num_ranks: int = 1
+    """Over how many the micro-batches are spread."""
+    cost: Cost = field(default_factory=Cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +71,16 @@ class MicroBatch:
     """Tokens of each."""
     places_M: Index
     """Where each token lies in the batch's columns: ``column_N[places_M]`` is the micro-batch's column."""
+    rows_M: Index | None = None
+    """The row of the pass in which each token is computed, where samples share rows; ``None`` for a row each."""
+
+    @property
+    def places_R(self) -> Index:
+        """Where the token of each computed row lies in the batch's columns."""
+        if self.rows_M is None:
+            return self.places_M
+        _, first_R = np.unique(self.rows_M, return_index=True)
+        return self.places_M[first_R]
 
     def positions_M(self) -> Index:
         """Position of each token within its sample, from 0."""
@@ -35,6 +89,19 @@ class MicroBatch:
     def local_samples_M(self) -> Index:
         """The place, from 0, of each token's sample in this micro-batch."""
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
+        """The samples of the units; of no unit, an empty one, which a rank computes beside the others' full ones."""
+        members = np.sort(np.concatenate([np.zeros(0, np.int64), *(unit.samples for unit in units)]))
+        lengths_K, starts_S = lengths_S[members], np.cumsum(lengths_S) - lengths_S
+        shared = any(unit.prefix for unit in units)
+        return cls(
+            samples_K=members,
+            lengths_K=lengths_K,
+            places_M=ragged_arange(starts_S[members], lengths_K),
+            rows_M=_rows(units, members, lengths_K) if shared else None,
+        )
 
     @classmethod
     def whole(cls, lengths_S: IntColumn) -> MicroBatch:
@@ -55,6 +122,21 @@ def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
     return places
 
 
+def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
+    """Rows in the order in which tokens come first; the prefix of a unit's later samples lies in the first one's."""
+    first_K, prefix_K = np.arange(len(members)), np.zeros(len(members), np.int64)
+    for unit in units:
+        place = np.searchsorted(members, unit.samples)
+        first_K[place[1:]], prefix_K[place[1:]] = place[0], unit.prefix
+    own_K = lengths_K - prefix_K
+    starts_K = np.cumsum(own_K) - own_K
+    positions_M = ragged_arange(np.zeros_like(lengths_K), lengths_K)
+    sample_M = np.repeat(np.arange(len(members)), lengths_K)
+    inside_M = positions_M < prefix_K[sample_M]
+    rows: Index = positions_M + np.where(inside_M, starts_K[first_K][sample_M], (starts_K - prefix_K)[sample_M])
+    return rows
+
+
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:
     """Cut the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens. The same input gives the same cut.
 
@@ -64,55 +146,86 @@ def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: in
     >>> [(m.samples_K.tolist(), m.places_M.tolist()) for m in cut]
     [([0, 1], [0, 1, 2, 3, 4]), ([2, 3], [5, 6, 7, 8, 9])]
     """
-    lengths = lengths_S.astype(np.int64)
-    longest = int(samples[np.argmax(lengths[samples])]) if len(samples) else 0
-    if len(samples) and lengths[longest] > tokens_per_microbatch:
-        raise RunError(
-            f"sample {longest} of the batch has {lengths[longest]} tokens, "
-            f"but one micro-batch holds learner.tokens_per_microbatch={tokens_per_microbatch}",
-            remedy=f"set learner.tokens_per_microbatch >= {lengths[longest]}, or sample fewer new tokens",
-        )
-    starts_S = np.cumsum(lengths) - lengths
-    chosen = [np.sort(samples[members]) for members in pack(lengths[samples], tokens_per_microbatch)]
-    return [
-        MicroBatch(
-            samples_K=members,
-            lengths_K=lengths[members],
-            places_M=ragged_arange(starts_S[members], lengths[members]),
-        )
-        for members in sorted(chosen, key=lambda members: int(members[0]))
-    ]
+    return plan(lengths_S, singly(samples), Packing(budget=tokens_per_microbatch))[0]
 
 
-def pack(lengths_S: Index, capacity: int) -> list[Index]:
-    """Spread samples over as few bins as first-fit decreasing needs, evenly filled; each length is ≤ ``capacity``.
+def singly(samples: Index) -> list[Unit]:
+    """Each sample by itself."""
+    return [Unit(samples=samples[place : place + 1]) for place in range(len(samples))]
 
-    Longest first, each to the emptiest of those bins; where that overflows a bin, first-fit's own answer stands.
-    Ties go to the earlier sample and bin. Returns each bin's members.
+
+def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
+    """The micro-batches of every rank, as many for each; the last may be empty. The same input gives the same plan.
+
+    Ranks that wait for each other after every micro-batch compute about equally costly ones at the same time. Raises
+    :class:`~headrace.errors.RunError` for a unit that no micro-batch holds.
+
+    >>> ranks = plan(np.array([3, 2, 4], np.int32), singly(np.arange(3)), Packing(budget=4, num_ranks=2))
+    >>> [[micro.samples_K.tolist() for micro in rank] for rank in ranks]
+    [[[2], []], [[0], [1]]]
     """
-    order = np.argsort(-lengths_S, kind="stable")
-    bins_S = _first_fit(lengths_S, order, capacity)
-    num_bins = int(bins_S.max()) + 1 if len(bins_S) else 0
-    even_S = _emptiest_first(lengths_S, order, num_bins)
-    if np.bincount(even_S, weights=lengths_S, minlength=num_bins).max(initial=0) <= capacity:
-        bins_S = even_S
-    return [np.flatnonzero(bins_S == number) for number in range(num_bins)]
+    lengths = lengths_S.astype(np.int64)
+    rows_U = np.array([unit.num_rows(lengths) for unit in units], np.int64)
+    cost_U = np.array([unit.cost(lengths, packing.cost) for unit in units])
+    _refuse_long(units, rows_U, packing.budget)
+    bins = pack(rows_U, packing.budget, cost_U, multiple_of=packing.num_ranks)
+    costs = [float(cost_U[members].sum()) for members in bins]
+    order = sorted(range(len(bins)), key=lambda number: (-costs[number], bins[number].min(initial=len(units))))
+    micros = [MicroBatch.of([units[unit] for unit in bins[number]], lengths) for number in order]
+    ranks: list[list[MicroBatch]] = [[] for _ in range(packing.num_ranks)]
+    for turn, first in enumerate(range(0, len(micros), packing.num_ranks)):
+        for rank, micro in enumerate(micros[first : first + packing.num_ranks]):  # back and forth: totals even out
+            ranks[rank if turn % 2 == 0 else packing.num_ranks - 1 - rank].append(micro)
+    return ranks
 
 
-def _first_fit(lengths_S: Index, order: Index, capacity: int) -> Index:
-    room = np.full(len(lengths_S), capacity, np.int64)
-    bins_S = np.zeros(len(lengths_S), np.int64)
-    for sample in order:
-        bins_S[sample] = number = int(np.argmax(room >= lengths_S[sample]))
-        room[number] -= lengths_S[sample]
-    return bins_S
+def _refuse_long(units: Sequence[Unit], rows_U: Index, budget: int) -> None:
+    if not len(rows_U) or rows_U.max() <= budget:
+        return
+    longest = int(np.argmax(rows_U))
+    raise RunError(
+        f"sample {units[longest].samples[0]} of the batch has {rows_U[longest]} tokens, "
+        f"but one micro-batch holds learner.tokens_per_microbatch={budget}",
+        remedy=f"set learner.tokens_per_microbatch >= {rows_U[longest]}, or sample fewer new tokens",
+    )
 
 
-def _emptiest_first(lengths_S: Index, order: Index, num_bins: int) -> Index:
-    filled = [(0, number) for number in range(num_bins)]
-    bins_S = np.zeros(len(lengths_S), np.int64)
-    for sample in order:
-        tokens, number = filled[0]
-        bins_S[sample] = number
-        heapq.heapreplace(filled, (tokens + int(lengths_S[sample]), number))
-    return bins_S
+def pack(
+    rows_U: Index, capacity: int, cost_U: npt.NDArray[np.float64] | None = None, multiple_of: int = 1
+) -> list[Index]:
+    """Spread units over as few bins as first-fit decreasing needs, rounded up to a multiple, evenly filled by cost.
+
+    Costliest first, each to the cheapest bin that has room; where one finds no room, first-fit's own answer stands.
+    Ties go to the earlier unit and bin. ``rows_U``: what each takes of a bin's ``capacity``, at most all of it;
+    ``cost_U``: what it costs, its rows by default. Returns each bin's members; bins of the rounding may be empty.
+    """
+    first_U = _first_fit(rows_U, capacity)
+    needed = int(first_U.max()) + 1 if len(first_U) else 0
+    num_bins = -(-needed // multiple_of) * multiple_of
+    even_U = _cheapest_first(rows_U, rows_U if cost_U is None else cost_U, num_bins, capacity)
+    bins_U = first_U if even_U is None else even_U
+    return [np.flatnonzero(bins_U == number) for number in range(num_bins)]
+
+
+def _first_fit(rows_U: Index, capacity: int) -> Index:
+    room = np.full(len(rows_U), capacity, np.int64)
+    bins_U = np.zeros(len(rows_U), np.int64)
+    for unit in np.argsort(-rows_U, kind="stable"):
+        bins_U[unit] = number = int(np.argmax(room >= rows_U[unit]))
+        room[number] -= rows_U[unit]
+    return bins_U
+
+
+def _cheapest_first(
+    rows_U: Index, cost_U: npt.NDArray[np.float64] | Index, num_bins: int, capacity: int
+) -> Index | None:
+    room, spent = np.full(num_bins, capacity, np.int64), np.zeros(num_bins)
+    bins_U = np.zeros(len(rows_U), np.int64)
+    for unit in np.argsort(-cost_U, kind="stable"):
+        fits = room >= rows_U[unit]
+        if not fits.any():
+            return None
+        bins_U[unit] = number = int(np.argmin(np.where(fits, spent, np.inf)))
+        room[number] -= rows_U[unit]
+        spent[number] += cost_U[unit]
+    return bins_U

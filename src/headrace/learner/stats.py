@@ -5,6 +5,7 @@ Shape legend: L tokens that carried loss, over the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,15 @@ class TokenStats:
     log_mu_L: FloatColumn
     ages_L: Ages
     """Version of the learner − version of the token."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[TokenStats]) -> TokenStats:
+        """The tokens of the parts, one after the other; at least one part."""
+        return cls(
+            log_pi_L=np.concatenate([part.log_pi_L for part in parts]),
+            log_mu_L=np.concatenate([part.log_mu_L for part in parts]),
+            ages_L=np.concatenate([part.ages_L for part in parts]),
+        )
 
 
 def step_metrics(stats: TokenStats) -> dict[str, float]:

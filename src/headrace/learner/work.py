@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.algo.base import LossInputs, LossOutput, Old, Ratio
 from headrace.algo.metrics import add, means
+from headrace.learner.forward import Passed
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
 from headrace.learner.stats import TokenStats, step_metrics
@@ -60,27 +61,40 @@ class Work:
 
 
 class Tally:
-    """Gathers what the micro-batches of one batch say."""
+    """Gathers what the micro-batches of one step say."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._log_pi_N = np.zeros(work.batch.num_tokens, np.float32)
+    def __init__(self) -> None:
+        self._num_tokens = 0
         self._losses: list[float] = []
         self._metrics: list[Mapping[str, Ratio]] = []
+        self._stats: list[TokenStats] = []
 
-    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that carried loss."""
+        return sum(len(stats.ages_L) for stats in self._stats)
+
+    def open(self, work: Work) -> None:
+        """Its micro-batches follow."""
+        self._num_tokens += work.batch.num_tokens
+
+    def add(self, work: Work, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
         """One micro-batch's share."""
+        batch, mask_M = work.batch, work.mask_N[micro.places_M]
+        places_L = micro.places_M[mask_M]
         self._losses.append(float(output.loss.detach()))
         self._metrics.append(output.metrics)
-        self._log_pi_N[micro.places_M] = inputs.log_pi_N.detach().cpu().numpy()
-
-    def metrics(self) -> dict[str, float]:
-        """The batch's."""
-        batch, mask_N = self._work.batch, self._work.mask_N
-        stats = TokenStats(
-            log_pi_L=self._log_pi_N[mask_N],
-            log_mu_L=batch.logprobs_N[mask_N],
-            ages_L=batch.step - batch.versions_N[mask_N].astype(np.int64),
+        if passed.seen is not None:
+            self._metrics.append({"routing_differs": Ratio(passed.seen.differing, passed.seen.total)})
+        self._stats.append(
+            TokenStats(
+                log_pi_L=passed.log_pi_M.detach().cpu().numpy()[mask_M],
+                log_mu_L=batch.logprobs_N[places_L],
+                ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
+            )
         )
-        own = {"loss": sum(self._losses), "tokens": float(batch.num_tokens), **step_metrics(stats)}
-        return {**means(add(self._metrics)), **own}
+
+    def metrics(self, scale: float = 1.0) -> dict[str, float]:
+        """The step's; ``scale`` multiplies the losses."""
+        own = {"loss": sum(self._losses) * scale, "tokens": float(self._num_tokens)}
+        return {**means(add(self._metrics)), **own, **step_metrics(TokenStats.concat(self._stats))}

@@ -4,8 +4,8 @@ A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside a
 is not in the shape but in the *plan* that travels to every layer. :class:`PackedPlan` (here) attends within whole
 sequences, with gradients; :class:`~headrace.models.cache.CachePlan` attends over a key-value cache.
 
-Shape legend: N tokens of the pass, S sequences, B sequences of one bucket, L padded length of a bucket, H query heads,
-K key-value heads, D head size, V vocabulary.
+Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some share rows), S sequences, B sequences of
+one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -128,24 +128,37 @@ class PackedPlan:
     Inside attention, sequences of about one length become the rows of one call. Padding is on the right, where
     causality hides it, so no mask is needed; it wastes at most a quarter of a row, or :data:`ROW_STEP` places of it.
 
+    Sequences that begin alike may share the rows of their beginning: everything outside attention computes these once,
+    and inside they stand in every one's row. The gradients of shared rows are the sums over the sequences.
+
     >>> PackedPlan([2, 3]).positions_N.tolist()
     [0, 1, 0, 1, 2]
+    >>> PackedPlan([3, 4], rows_T=[0, 1, 2, 0, 1, 3, 4]).positions_N.tolist()  # the first two tokens are shared
+    [0, 1, 2, 2, 3]
     """
 
-    def __init__(self, lengths_S: Sequence[int] | np.ndarray[Any, Any], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        lengths_S: Sequence[int] | np.ndarray[Any, Any],
+        device: torch.device | str = "cpu",
+        rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        """``rows_T``: the flat place in the pass of each token of each sequence; ``None`` for one after the other."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
-        total = int(lengths.sum())
-        self.positions_N = torch.from_numpy(np.arange(total) - np.repeat(starts, lengths)).to(device)
+        rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
+        total = int(rows.max()) + 1 if len(rows) else 0
+        positions_N, place_N = np.empty(total, np.int64), np.empty(total, np.int64)
+        positions_N[rows] = np.arange(len(rows)) - np.repeat(starts, lengths)
+        self.positions_N = torch.from_numpy(positions_N).to(device)
         self._buckets: list[_Bucket] = []
-        place_N = np.empty(total, np.int64)
         filled = 0
         for members in cut(lengths):
             length = int(lengths[members[0]])
             column = np.arange(length)
             inside = column[None] < lengths[members, None]
-            gather = starts[members, None] + np.where(inside, column[None], 0)
-            place_N[gather[inside]] = filled + np.flatnonzero(inside)
+            gather = rows[starts[members, None] + np.where(inside, column[None], 0)]
+            place_N[gather[inside]] = filled + np.flatnonzero(inside)  # of a shared row, any of its equal outputs
             filled += gather.size
             in_order = gather.size == total and bool((gather.ravel() == np.arange(total)).all())
             flat = None if in_order else torch.from_numpy(gather.ravel()).to(device)

@@ -1,0 +1,32 @@
+"""What a token costs a model, for balancing micro-batches."""
+
+# gate: getattr - the settings of a foreign config differ from model to model
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from headrace.learner.packing import Cost
+from headrace.models.routing import RoutedModel
+
+
+def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
+    """Attention against everything else: a token multiplies every parameter it meets, and meets each token before it
+    in every layer and head.
+
+    Per token 2 · parameters operations forward; per pair of a sample's T² (half of which causality hides) and layer
+    4 · heads · head size, so the share of a pair is layers · heads · head size / parameters. Of the experts of a
+    mixture only the chosen ones count; a sliding window is not considered.
+    """
+    chosen = 1.0 if routed is None else routed.top_k / routed.num_experts
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is embedding
+    parameters = sum(
+        parameter.numel() * (chosen if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+        if tied or parameter is not embedding
+    )
+    config = model.config
+    heads = int(config.num_attention_heads)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Cost(per_pair=int(config.num_hidden_layers) * heads * head_size / parameters)

@@ -1,0 +1,284 @@
+"""log π and entropy under a linear head, without its logits: they exist one tile at a time, forward and backward.
+
+                 vocabulary ──▶
+    tokens  │ tile │ tile │ tile │   each tile: logits = (h·Wᵀ + b) / temperature; it is forgotten once it has added to
+       │    │ tile │ tile │ tile │   forward   a running log-sum-exp and entropy of its tokens
+       ▼    │ tile │ tile │ tile │   backward  the gradients of h, W and b
+
+Memory beyond inputs and gradients does not grow with tokens × vocabulary; the price is computing the logits twice.
+A token with a kept-set is renormalised over it: only its entries enter its log-sum-exp. Entropies are of the whole
+distribution always.
+
+Online softmax: Milakov & Gimelshein, arXiv 1805.02867. Entropy: H = log s − d/s with s = Σ eᶻ⁻ᵐ, d = Σ eᶻ⁻ᵐ(z − m), and
+∂H/∂z = −p (log p + H).
+
+Shape legend: P tokens, C tokens of a tile, V vocabulary, B entries of a tile, D hidden size, E entries of all
+kept-sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headrace.types.recorded import KeptSets
+
+TILES = {"cpu": (512, 2048)}
+"""Tokens and vocabulary entries of a tile: small enough for a processor's cache."""
+
+LARGE_TILE = (2048, 16384)
+"""And elsewhere: 128 MiB of logits in float32."""
+
+Index = npt.NDArray[np.int64]
+
+
+class Kept:
+    """Kept-sets of P tokens, entry by entry."""
+
+    def __init__(self, kept: KeptSets, device: torch.device) -> None:
+        self.sizes_P = torch.from_numpy(kept.sizes_T.astype(np.int64)).to(device)
+        self.owners_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(device)
+        self._ids_E = kept.ids_E.astype(np.int64)
+        self._owners_E = np.repeat(np.arange(len(kept)), kept.sizes_T)
+        self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
+
+    def within(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
+        """The entries that lie in a tile: their places among all E, and in the flattened tile."""
+        first, last = self._ends_P[tokens.start], self._ends_P[tokens.stop]
+        ids = self._ids_E[first:last]
+        inside: Index = np.flatnonzero((ids >= entries.start) & (ids < entries.stop))
+        rows = self._owners_E[first + inside] - tokens.start
+        flat = rows * (entries.stop - entries.start) + ids[inside] - entries.start
+        device = self.owners_E.device
+        return torch.from_numpy(first + inside).to(device), torch.from_numpy(flat).to(device)
+
+    def log_sum(self, logits_E: Tensor) -> Tensor:
+        """The log-sum-exp over each token's entries (P,); −inf for a token without any."""
+        if not len(logits_E):
+            return logits_E.new_full(self.sizes_P.shape, -torch.inf)
+        most_P = torch.segment_reduce(logits_E, "max", lengths=self.sizes_P)
+        sums_P = torch.segment_reduce((logits_E - most_P[self.owners_E]).exp(), "sum", lengths=self.sizes_P, initial=0)
+        return most_P + sums_P.log()
+
+    def allowed(self, num_tokens: int, vocab_size: int) -> Tensor:
+        """Which entries each token may be (P, V, bool), for a caller that holds all logits."""
+        whole_P = self.sizes_P == 0
+        allowed_PV = whole_P[:, None].expand(num_tokens, vocab_size).contiguous()
+        _, flat_E = self.within(slice(0, num_tokens), slice(0, vocab_size))
+        allowed_PV.view(-1)[flat_E] = True
+        return allowed_PV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is wanted of the P tokens."""
+
+    ids_P: Tensor
+    """The sampled ids."""
+    temperature: float
+    """Logits are divided by it."""
+    kept: Kept | None
+    """What they were sampled from; ``None`` for the whole vocabulary."""
+    entropy_gradient: bool
+    """Whether the entropies carry a gradient."""
+    keep_logits: bool
+    """Whether the logits may stay in memory until the backward pass, which is then spared computing them again."""
+
+
+def linear_logprobs(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked) -> tuple[Tensor, Tensor]:
+    """log π of ``asked.ids_P`` and the entropies, in nats (P,) each, at least float32; exact gradients.
+
+    The head is ``hidden · weightᵀ + bias``, in the number format of its weights; sums are in float32 or better.
+    """
+    apply: Any = _LinearLogprobs.apply
+    logprobs_P, entropy_P = apply(hidden_PD, weight_VD, bias_V, asked)
+    return logprobs_P, entropy_P
+
+
+class _Running:
+    """Log-sum-exp and entropy of some tokens, from one tile of logits after the other."""
+
+    def __init__(self, like_CB: Tensor) -> None:
+        self.most_C = like_CB.new_full(like_CB.shape[:1], -1e30)
+        self.sum_C = torch.zeros_like(self.most_C)
+        self.dot_C = torch.zeros_like(self.most_C)
+
+    def add(self, logits_CB: Tensor) -> None:
+        most_C = torch.maximum(self.most_C, logits_CB.amax(1))
+        lag_C = self.most_C - most_C
+        shifted_CB = logits_CB - most_C[:, None]
+        exp_CB = shifted_CB.exp()
+        self.dot_C = (self.dot_C + self.sum_C * lag_C) * lag_C.exp()
+        self.sum_C = self.sum_C * lag_C.exp() + exp_CB.sum(1)
+        self.dot_C += exp_CB.mul_(shifted_CB).sum(1)
+        self.most_C = most_C
+
+    def log_sum(self) -> Tensor:
+        return self.most_C + self.sum_C.log()
+
+    def entropy(self) -> Tensor:
+        return self.sum_C.log() - self.dot_C / self.sum_C
+
+
+class _Head:
+    """Logits by tile."""
+
+    def __init__(self, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> None:
+        self.hidden_PD, self.weight_VD, self.bias_V = hidden_PD, weight_VD, bias_V
+        self.temperature = temperature
+        self.wide = torch.promote_types(hidden_PD.dtype, torch.float32)
+        rows, columns = TILES.get(hidden_PD.device.type, LARGE_TILE)
+        self.tokens = list(_slices(len(hidden_PD), rows))
+        self.entries = list(_slices(len(weight_VD), columns))
+
+    def logits(self, tokens: slice, entries: slice) -> Tensor:
+        bias = None if self.bias_V is None else self.bias_V[entries]
+        logits_CB = torch.nn.functional.linear(self.hidden_PD[tokens], self.weight_VD[entries], bias).to(self.wide)
+        return logits_CB if self.temperature == 1.0 else logits_CB / self.temperature
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
+        picked_P, log_sum_P, entropy_P = hidden_PD.new_empty(3, len(hidden_PD), dtype=head.wide)
+        logits_E = hidden_PD.new_empty(0 if asked.kept is None else len(asked.kept.owners_E), dtype=head.wide)
+        tiles: dict[tuple[int, int], Tensor] = {}
+        for tokens in head.tokens:
+            running = _Running(picked_P[tokens, None])
+            for entries in head.entries:
+                logits_CB = head.logits(tokens, entries)
+                running.add(logits_CB)
+                inside_C, column_C = _column(asked.ids_P[tokens], entries)
+                chosen_C = logits_CB.gather(1, column_C[:, None])[:, 0]
+                picked_P[tokens] = torch.where(inside_C, chosen_C, picked_P[tokens])
+                if asked.kept is not None:
+                    places, flat = asked.kept.within(tokens, entries)
+                    logits_E[places] = logits_CB.view(-1)[flat]
+                if asked.keep_logits:
+                    tiles[tokens.start, entries.start] = logits_CB
+            log_sum_P[tokens], entropy_P[tokens] = running.log_sum(), running.entropy()
+        ctx.asked, ctx.tiles = asked, tiles
+        if asked.kept is None:
+            logprobs_P, shares_E = picked_P - log_sum_P, None
+        else:
+            kept_sum_P = asked.kept.log_sum(logits_E)
+            shares_E = (logits_E - kept_sum_P[asked.kept.owners_E]).exp()
+            logprobs_P = picked_P - torch.where(asked.kept.sizes_P > 0, kept_sum_P, log_sum_P)
+        ctx.save_for_backward(hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E)
+        if not asked.entropy_gradient:
+            ctx.mark_non_differentiable(entropy_P)
+        return logprobs_P, entropy_P
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
+        asked: Asked = ctx.asked
+        head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
+        slope = _Slope(asked, by_logprob_P, by_entropy_P if asked.entropy_gradient else None, shares_E)
+        sums = _Sums(head, ctx.needs_input_grad[:3])
+        for entries in head.entries:
+            for tokens in head.tokens:
+                tile = ctx.tiles.pop((tokens.start, entries.start), None)
+                logits_CB = head.logits(tokens, entries) if tile is None else tile
+                log_p_CB = logits_CB - log_sum_P[tokens, None]
+                sums.add(tokens, entries, slope(log_p_CB, entropy_P, tokens, entries))
+            sums.close(entries)
+        return *sums.gradients(), None
+
+
+class _Slope:
+    """The gradient of the logits, before they were divided by the temperature."""
+
+    def __init__(
+        self, asked: Asked, by_logprob_P: Tensor, by_entropy_P: Tensor | None, shares_E: Tensor | None
+    ) -> None:
+        self._asked = asked
+        self._by_logprob_P, self._by_entropy_P = by_logprob_P, by_entropy_P
+        self._whole_P = -by_logprob_P
+        if asked.kept is not None:
+            assert shares_E is not None
+            self._whole_P = self._whole_P.masked_fill(asked.kept.sizes_P > 0, 0.0)
+            self._by_kept_E = -by_logprob_P[asked.kept.owners_E] * shares_E
+
+    def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
+        slope_CB = log_p_CB.exp()
+        whole_C = self._whole_P[tokens, None]
+        if self._by_entropy_P is None:
+            slope_CB.mul_(whole_C)
+        else:
+            slope_CB.mul_(whole_C - self._by_entropy_P[tokens, None] * (log_p_CB + entropy_P[tokens, None]))
+        if self._asked.kept is not None:
+            places, flat = self._asked.kept.within(tokens, entries)
+            slope_CB.view(-1)[flat] += self._by_kept_E[places]
+        inside_C, column_C = _column(self._asked.ids_P[tokens], entries)
+        slope_CB.scatter_add_(1, column_C[:, None], (self._by_logprob_P[tokens] * inside_C)[:, None])
+        return slope_CB if self._asked.temperature == 1.0 else slope_CB.div_(self._asked.temperature)
+
+
+class _Sums:
+    """The gradients of hidden states, weight and bias, in float32 or better, those of the weight block by block."""
+
+    def __init__(self, head: _Head, needed: tuple[bool, bool, bool]) -> None:
+        self._head = head
+        need_hidden, need_weight, need_bias = needed
+        self._hidden = torch.zeros_like(head.hidden_PD, dtype=head.wide) if need_hidden else None
+        self._weight = torch.zeros_like(head.weight_VD) if need_weight else None
+        self._bias = (
+            torch.zeros(len(head.weight_VD), dtype=head.wide, device=head.weight_VD.device) if need_bias else None
+        )
+        self._block: Tensor | None = None
+
+    def add(self, tokens: slice, entries: slice, slope_CB: Tensor) -> None:
+        if self._bias is not None:
+            self._bias[entries] += slope_CB.sum(0)
+        narrow_CB = slope_CB.to(self._head.weight_VD.dtype)
+        if self._hidden is not None:
+            _add_product(self._hidden[tokens], narrow_CB, self._head.weight_VD[entries])
+        if self._weight is not None:
+            if self._block is None:  # the gradient itself, where it is wide enough to add up in
+                block = self._weight[entries]
+                self._block = (
+                    block if block.dtype == self._head.wide else torch.zeros_like(block, dtype=self._head.wide)
+                )
+            _add_product(self._block, narrow_CB.t(), self._head.hidden_PD[tokens])
+
+    def close(self, entries: slice) -> None:
+        """All tokens have added to this part of the vocabulary."""
+        if self._weight is not None and self._block is not None and self._block.dtype != self._weight.dtype:
+            self._weight[entries] = self._block.to(self._weight.dtype)
+        self._block = None
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        dtype = self._head.weight_VD.dtype
+        hidden = None if self._hidden is None else self._hidden.to(self._head.hidden_PD.dtype)
+        return hidden, self._weight, None if self._bias is None else self._bias.to(dtype)
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+    else:
+        total += one @ other
+
+
+def _column(ids_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+    """Whether each id is among the entries, and its place there (any place, if not)."""
+    column_C = ids_C - entries.start
+    inside_C = (column_C >= 0) & (column_C < entries.stop - entries.start)
+    return inside_C, column_C.clamp(0, entries.stop - entries.start - 1)
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

@@ -1,0 +1,60 @@
+"""Attention over a key-value cache in blocks: one contract (:mod:`.base`), and implementations by preference."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from headrace.errors import ConfigError, nearest
+from headrace.models.paged.base import AttentionMaker
+
+Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
+"""An implementation's row in the registry: its maker, or ``None`` where it cannot run."""
+
+
+def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    if device.type != "cpu" or dtype != torch.float32:
+        return None
+    from headrace.models.paged import compiled
+
+    return compiled.maker()
+
+
+def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    if device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return None
+    from headrace.models.paged.triton import TritonAttention
+
+    return TritonAttention
+
+
+def _reference(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    from headrace.models.paged.reference import ReferenceAttention
+
+    return ReferenceAttention
+
+
+IMPLEMENTATIONS: dict[str, Offer] = {"compiled": _compiled, "triton": _triton, "reference": _reference}
+"""The ones to prefer stand first; the last runs everywhere."""
+
+
+def choose(dtype: torch.dtype, device: torch.device, prefer: str | None = None) -> tuple[str, AttentionMaker]:
+    """The name and the maker of the best implementation for caches of ``dtype`` on ``device``, or of ``prefer``.
+
+    Raises :class:`~headrace.errors.ConfigError` if the one that is preferred does not exist or cannot run here.
+
+    >>> choose(torch.float64, torch.device("cpu"))[0]
+    'reference'
+    """
+    if prefer is not None and prefer not in IMPLEMENTATIONS:
+        raise ConfigError(f"attention={prefer!r} does not exist", remedy=nearest(prefer, IMPLEMENTATIONS))
+    for name in IMPLEMENTATIONS if prefer is None else [prefer]:
+        maker = IMPLEMENTATIONS[name](dtype, device)
+        if maker is not None:
+            return name, maker
+    raise ConfigError(
+        f"attention={prefer!r} cannot run on {device.type} with {str(dtype).removeprefix('torch.')}",
+        remedy="leave it out: the best one that runs is chosen then",
+    )

@@ -1,0 +1,188 @@
+"""Attention over blocks in plain torch, on any device: write by index, gather the tables' blocks, attend.
+
+Rows of a pass are of three kinds. *Decoding* rows have one query each: their blocks are gathered side by side for one
+batched call. *Fresh* rows start at 0: all they see is in the pass, so nothing is gathered. *Resumed* rows have some
+context and several queries: rows about as long, with about as many queries, are gathered together.
+
+Shape legend: N tokens of the pass, F of them after the decoding ones, R rows of one bucket, Q their padded number of
+queries, B their blocks, C = B · S columns, P blocks of the pool, S places of a block, K key-value heads, H query heads,
+G = H / K, E head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models.attention import PackedPlan, Rule, attend_masked, cut
+from headrace.models.paged.base import BLOCK, Geometry, Index
+
+
+class ReferenceAttention:
+    """The attention of one pass (see :class:`headrace.models.paged.base.PagedAttention`)."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        self._write = Writer(geometry, device)
+        self._num_decode = split = geometry.num_decode
+        self._decode = _Gathered(geometry, np.arange(split), device) if split else None
+        self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        self._write(qkv[1], qkv[2], layer)
+        split = self._num_decode
+        parts = []
+        if self._decode is not None:
+            parts.append(self._decode.attend(qkv[0][:split, None], layer, rule)[:, 0])
+        if self._prompts is not None:
+            query, key, value = (tensor[split:] for tensor in qkv)
+            parts.append(self._prompts.attend((query, key, value), layer, rule))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Writer:
+    """Puts the keys and values of a pass into their blocks."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        positions_N = geometry.positions_N()
+        rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
+        blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK].astype(np.int64)
+        self.blocks_N = torch.from_numpy(blocks_N).to(device)
+        self.places_N = torch.from_numpy(positions_N % BLOCK).to(device)
+
+    def __call__(self, key_NKE: Tensor, value_NKE: Tensor, layer: tuple[Tensor, Tensor]) -> None:
+        layer[0][self.blocks_N, :, self.places_N] = key_NKE
+        layer[1][self.blocks_N, :, self.places_N] = value_NKE
+
+
+class Prompts:
+    """The rows that come after the decoding ones: their tensors hold only those rows' tokens."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        rows = np.arange(geometry.num_decode, len(geometry.counts_R))
+        counts_R = geometry.counts_R
+        begins_R = np.cumsum(counts_R) - counts_R - geometry.num_decode
+        fresh, resumed = rows[geometry.starts_R[rows] == 0], rows[geometry.starts_R[rows] > 0]
+        self._fresh = PackedPlan(counts_R[fresh], device) if len(fresh) else None
+        self._resumed: list[tuple[_Gathered, Tensor]] = []
+        fresh_F = _runs(begins_R[fresh], counts_R[fresh])
+        place_F = np.empty(int(counts_R[rows].sum()), np.int64)
+        place_F[fresh_F] = np.arange(len(fresh_F))
+        filled = len(fresh_F)
+        for bucket in _buckets(geometry, resumed):
+            part = _Gathered(geometry, bucket, device)
+            column_Q = np.arange(int(counts_R[bucket].max()))
+            inside_RQ = column_Q < counts_R[bucket][:, None]
+            gather_RQ = begins_R[bucket][:, None] + np.where(inside_RQ, column_Q, 0)
+            place_F[gather_RQ[inside_RQ]] = filled + np.flatnonzero(inside_RQ)
+            filled += gather_RQ.size
+            self._resumed.append((part, torch.from_numpy(gather_RQ).to(device)))
+        self._fresh_F = torch.from_numpy(fresh_F).to(device)
+        self._place_F = torch.from_numpy(place_F).to(device)
+
+    def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """``[F, H, E]``; the keys and values are in the blocks already."""
+        if self._fresh is not None and not self._resumed:
+            return self._fresh.attend(*qkv_F, rule)
+        parts = []
+        if self._fresh is not None:
+            query, key, value = (tensor.index_select(0, self._fresh_F) for tensor in qkv_F)
+            parts.append(self._fresh.attend(query, key, value, rule))
+        for part, gather_RQ in self._resumed:
+            parts.append(part.attend(qkv_F[0][gather_RQ], layer, rule).flatten(0, 1))
+        return torch.cat(parts).index_select(0, self._place_F)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sight:
+    """The part of some rows' context that one window lets them see."""
+
+    blocks_RB: Tensor
+    """A shorter row repeats its own last block: what another sequence left elsewhere might not be finite."""
+    mask_RQC: Tensor
+    """Added to the scores: 0 where a query sees a key, else -∞."""
+
+
+class _Gathered:
+    """Rows that attend over their gathered blocks in one call; padded queries repeat a row's last."""
+
+    def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
+        self._tables_RB = geometry.tables_RB[rows_R]
+        self._starts_R = geometry.starts_R[rows_R]
+        self._last_R = self._starts_R + geometry.counts_R[rows_R] - 1
+        self._num_queries = int(geometry.counts_R[rows_R].max())
+        self._longest = int(self._last_R.max()) + 1
+        self._device = device
+        self._sights: dict[tuple[int, torch.dtype], _Sight] = {}
+        self._indices: dict[tuple[int, int], Tensor] = {}
+        self._gathered: dict[tuple[int, ...], Tensor] = {}
+        """Keys and values of one layer after the other: fresh memory costs more than filling it."""
+
+    def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """``[R, Q, H, E]``."""
+        window = self._longest if rule.window is None else min(rule.window, self._longest)
+        sight = self._sight(window, query_RQHE.dtype)
+        key_RKCE, value_RKCE = (self._gather(which, layer[which], sight, window) for which in (0, 1))
+        if not rule.plain:
+            query_RHQE = query_RQHE.transpose(1, 2)
+            mask = sight.mask_RQC[:, None, None]
+            return attend_masked(query_RHQE, key_RKCE, value_RKCE, mask, rule).transpose(1, 2)
+        # the query heads of one key-value head stand as further queries, so that no key or value is repeated
+        groups = query_RQHE.shape[2] // key_RKCE.shape[1]
+        query = query_RQHE.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = sight.mask_RQC if self._num_queries == 1 else sight.mask_RQC.repeat(1, groups, 1)
+        out = attend_masked(query, key_RKCE, value_RKCE, mask[:, None], rule)
+        apart: Tensor = out.unflatten(2, (groups, self._num_queries))
+        return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def _gather(self, which: int, pool_PKSE: Tensor, sight: _Sight, window: int) -> Tensor:
+        """``[R, K, C, E]`` in one copy, the pool seen as rows ``[P · K, S · E]``."""
+        num_heads, size = pool_PKSE.shape[1], pool_PKSE.shape[3]
+        if (window, num_heads) not in self._indices:
+            heads_K1 = torch.arange(num_heads, device=self._device)[:, None]
+            self._indices[window, num_heads] = (sight.blocks_RB[:, None] * num_heads + heads_K1).flatten()
+        index = self._indices[window, num_heads]
+        key = (which, len(index), size)
+        if key not in self._gathered:
+            self._gathered[key] = pool_PKSE.new_empty(len(index), BLOCK * size)
+        torch.index_select(pool_PKSE.view(-1, BLOCK * size), 0, index, out=self._gathered[key])
+        return self._gathered[key].view(len(self._starts_R), num_heads, -1, size)
+
+    def _sight(self, window: int, dtype: torch.dtype) -> _Sight:
+        if (window, dtype) not in self._sights:
+            self._sights[window, dtype] = self._look(window, dtype)
+        return self._sights[window, dtype]
+
+    def _look(self, window: int, dtype: torch.dtype) -> _Sight:
+        first_R: Index = np.maximum(self._starts_R - window + 1, 0) // BLOCK
+        final_R: Index = self._last_R // BLOCK
+        places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)
+        blocks_RB = np.take_along_axis(self._tables_RB, np.minimum(places_RB, final_R[:, None]), axis=1)
+        positions_RQ = np.minimum(self._starts_R[:, None] + np.arange(self._num_queries), self._last_R[:, None])
+        position_RQ1 = torch.from_numpy(positions_RQ)[:, :, None].to(self._device)
+        columns_C = torch.arange(places_RB.shape[1] * BLOCK, device=self._device)
+        column_R1C = torch.from_numpy(first_R * BLOCK)[:, None, None].to(self._device) + columns_C
+        hidden_RQC = (column_R1C > position_RQ1) | (column_R1C <= position_RQ1 - window)
+        mask_RQC = torch.zeros(hidden_RQC.shape, dtype=dtype, device=self._device)
+        return _Sight(
+            blocks_RB=torch.from_numpy(blocks_RB.astype(np.int64)).to(self._device),
+            mask_RQC=mask_RQC.masked_fill_(hidden_RQC, -torch.inf),
+        )
+
+
+def _runs(begins_R: Index, counts_R: Index) -> Index:
+    """The numbers from each begin on, as many as its count."""
+    ends_R = np.cumsum(counts_R)
+    numbers: Index = np.arange(int(counts_R.sum())) + np.repeat(begins_R - (ends_R - counts_R), counts_R)
+    return numbers
+
+
+def _buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
+    """Rows of about as many queries that are about as long."""
+    for few in cut(geometry.counts_R[rows]):
+        alike = rows[few]
+        for chosen in cut(geometry.starts_R[alike] + geometry.counts_R[alike]):
+            yield alike[chosen]

@@ -1,0 +1,178 @@
+"""Attention over blocks by Triton kernels, on CUDA: writing, and decoding straight from the pool.
+
+One program decodes one row, one key-value head and one share of the context, with the query heads of that head
+together; the shares are joined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), where a layer's sinks join
+too. Rows of several tokens are gathered, as in :mod:`.reference`. How many shares there are depends on the batch, so
+the last bits of a result do too.
+
+Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S places of a
+block, K key-value heads, H query heads, G = H / K, E head size, X shares.
+"""
+
+# gate: parameters - a kernel is told what it reads and how that lies, one by one
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models.attention import Rule
+from headrace.models.paged.base import BLOCK, Geometry
+from headrace.models.paged.reference import Prompts, Writer
+
+tl: Any = None
+"""``triton.language``, once a kernel has been made; the kernels find it here."""
+
+PROGRAMS = 256
+"""Fewer would leave parts of the device idle: the context is shared out until there are so many."""
+
+TILE = 64
+"""Columns that a program reads at a time."""
+
+LEAST = 16
+"""The smallest side of a matrix that the device multiplies."""
+
+
+class TritonAttention:
+    """The attention of one pass (see :class:`headrace.models.paged.base.PagedAttention`)."""
+
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        split = geometry.num_decode
+        self._where = Writer(geometry, device)
+        self._num_decode = split
+        self._tables_DB = torch.from_numpy(np.ascontiguousarray(geometry.tables_RB[:split], np.int32)).to(device)
+        self._positions_D = torch.from_numpy(geometry.starts_R[:split]).to(device)
+        self._longest = int(geometry.starts_R[:split].max()) + 1 if split else 0
+        self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in qkv)
+        for new_NKE, pool in zip((key, value), layer, strict=True):
+            self._write(new_NKE, pool)
+        split = self._num_decode
+        parts = []
+        if split:
+            parts.append(self._decode(query[:split], layer, rule))
+        if self._prompts is not None:
+            parts.append(self._prompts.attend((query[split:], key[split:], value[split:]), layer, rule))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _write(self, new_NKE: Tensor, pool_PKSE: Tensor) -> None:
+        num_tokens, num_heads, size = new_NKE.shape
+        _kernel("write")[num_tokens, num_heads](
+            *(new_NKE, pool_PKSE, self._where.blocks_N, self._where.places_N),
+            *(new_NKE.stride(0), new_NKE.stride(1)),
+            S=BLOCK,
+            E=size,
+            EP=_power(size),
+        )
+
+    def _decode(self, query_DHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        num_heads, size, value_size = layer[0].shape[1], query_DHE.shape[2], layer[1].shape[3]
+        window = self._longest if rule.window is None else min(rule.window, self._longest)
+        shares = max(1, min(PROGRAMS // (len(query_DHE) * num_heads), window // (2 * TILE)))
+        parts = query_DHE.new_empty(*query_DHE.shape[:2], shares, value_size, dtype=torch.float32)
+        sums = parts.new_empty(parts.shape[:3])
+        _kernel("decode")[len(query_DHE), num_heads, shares](
+            *(query_DHE, *layer, self._tables_DB, self._positions_D, parts, sums),
+            *(query_DHE.stride(0), query_DHE.stride(1), self._tables_DB.shape[1]),
+            *(rule.scale, rule.softcap or 0.0, window),
+            CAPPED=rule.softcap is not None,
+            TILE=TILE,
+            S=BLOCK,
+            G=query_DHE.shape[1] // num_heads,
+            GP=_power(query_DHE.shape[1] // num_heads),
+            E=size,
+            EP=_power(size),
+            V=value_size,
+            VP=_power(value_size),
+        )
+        return _join(parts, sums, rule.sinks_H).to(query_DHE.dtype)
+
+
+def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Attention over all shares, from that over each and the log-sum-exp of its scores."""
+    shares = sums_DHX.shape[2]
+    if sinks_H is not None:
+        sums_DHX = torch.cat([sums_DHX, sinks_H.float()[None, :, None].expand(len(sums_DHX), -1, 1)], dim=2)
+    elif shares == 1:
+        return parts_DHXE[:, :, 0]
+    return (sums_DHX.softmax(2)[:, :, :shares, None] * parts_DHXE).sum(2)
+
+
+def _power(size: int) -> int:
+    """The power of two that a side of a tile is padded to."""
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
+@cache
+def _kernel(name: str) -> Any:
+    """Compiled for a device at its first launch, or interpreted if TRITON_INTERPRET is set."""
+    global tl  # noqa: PLW0603 - kernels see their module's names only, and importing it needs no Triton
+    import triton
+    import triton.language
+
+    tl = triton.language
+    return triton.jit({"write": _write, "decode": _decode}[name])
+
+
+def _write(  # type: ignore[no-untyped-def]
+    new, pool, blocks, places, stride_n, stride_k, S: tl.constexpr, E: tl.constexpr, EP: tl.constexpr
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size = tl.arange(0, EP)
+    row = (tl.load(blocks + token) * tl.num_programs(1) + head) * S + tl.load(places + token)
+    numbers = tl.load(new + token * stride_n + head * stride_k + size, mask=size < E)
+    tl.store(pool + row * E + size, numbers, mask=size < E)
+
+
+def _decode(  # type: ignore[no-untyped-def]
+    query, keys, values, tables, positions, parts, sums, stride_n, stride_h, width, scale, softcap, window,
+    CAPPED: tl.constexpr, TILE: tl.constexpr, S: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    row, head, share = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    first = tl.maximum(position - window + 1, 0)
+    length = tl.cdiv(position + 1 - first, tl.num_programs(2))
+    begin = first + share * length
+    end = tl.minimum(begin + length, position + 1)
+    member, size, place = tl.arange(0, GP), tl.arange(0, EP), tl.arange(0, VP)
+    heads = head * G + member
+    queries = tl.load(
+        query + row * stride_n + heads[:, None] * stride_h + size[None],
+        mask=(member[:, None] < G) & (size[None] < E),
+        other=0.0,
+    )
+    highest = tl.full([GP], float("-inf"), tl.float32)
+    total = tl.zeros([GP], tl.float32)
+    mixed = tl.zeros([GP, VP], tl.float32)
+    for left in range(begin, end, TILE):
+        column = left + tl.arange(0, TILE)
+        seen = column < end
+        block = tl.load(tables + row * width + column // S, mask=seen, other=0).to(tl.int64)
+        line = (block * tl.num_programs(1) + head) * S + column % S
+        key = tl.load(keys + line[None] * E + size[:, None], mask=seen[None] & (size[:, None] < E), other=0.0)
+        scores = tl.dot(queries, key, input_precision="ieee") * scale
+        if CAPPED:
+            scores = (2 * tl.sigmoid(2 * scores / softcap) - 1) * softcap  # tanh
+        scores = tl.where(seen[None], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(highest - higher)
+        value = tl.load(values + line[:, None] * V + place[None], mask=seen[:, None] & (place[None] < V), other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        highest = higher
+    target = (row * tl.num_programs(1) * G + heads) * tl.num_programs(2) + share
+    divisor = tl.where(total > 0, total, 1.0)  # a share may be empty: its log-sum-exp is -inf then
+    tl.store(
+        parts + target[:, None] * V + place[None],
+        mixed / divisor[:, None],
+        mask=(member[:, None] < G) & (place[None] < V),
+    )
+    tl.store(sums + target, highest + tl.log(divisor), mask=member < G)
