@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 RUN_TOKEN = "HEADRACE_RUN_TOKEN"
@@ -37,3 +39,39 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # gate: getattr - not every system can tell
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cache_root() -> Path:
+    """Where what can be made again is kept: ``$XDG_CACHE_HOME/headrace``, ``~/.cache/headrace`` where that is unset."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "headrace"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which of a learner's ranks this process is."""
+
+    rank: int
+    """From 0, over all machines."""
+    local_rank: int
+    """From 0, on this machine: the number of its device."""
+    world: int
+    """Ranks altogether."""
+
+
+def rank_place() -> RankPlace:
+    """What the launcher of ranks (torchrun, Ray, ours) says of this process; the only one if it says nothing."""
+    read = os.environ.get
+    return RankPlace(
+        rank=int(read("RANK", "0")), local_rank=int(read("LOCAL_RANK", "0")), world=int(read("WORLD_SIZE", "1"))
+    )
+
+
+def rank_environment(place: RankPlace) -> dict[str, str]:
+    """What a rank on this machine is told: its place, and that the others are on this machine, too."""
+    return {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }

@@ -1,10 +1,10 @@
 """Models: any Hugging Face causal language model by directory, and the attention that engine and learner share.
 
-Importing this package imports neither torch nor transformers; :mod:`headrace.models.attention`, ``cache``, ``weights``
-and ``tiny`` do.
+Importing this package imports neither torch nor transformers; :mod:`headrace.models.attention`, ``cache``, ``weights``,
+``lora``, ``merge`` and ``tiny`` do.
 """
 
-from headrace.models.config import ModelConfig
+from headrace.models.config import LoraConfig, ModelConfig
 from headrace.models.load import context_length, load_model, load_tokenizer
 
-__all__ = ["ModelConfig", "context_length", "load_model", "load_tokenizer"]
+__all__ = ["LoraConfig", "ModelConfig", "context_length", "load_model", "load_tokenizer"]

@@ -49,7 +49,7 @@ class CompiledAttention:
             *(rule.window or 0, rule.scale, rule.softcap or 0.0),
         )
         out = torch.empty(query.shape[0], query.shape[1], value.shape[2])
-        views = (Tensor3 * 3)(*((t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))
+        views = (Tensor3 * 3)(*(Tensor3(t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))
         self._paged(self._pass, shape, views, out.data_ptr(), torch.get_num_threads())
         return out
 

@@ -1,0 +1,131 @@
+"""Compile the kernels once, keep the library in the user's cache, and load it; or say in words why not.
+
+The library's name is a hash of all that decides its contents: sources, flags, processor, OpenMP runtime. It ends with
+its own checksum, so that a file cut short or made by something else is built again. OpenMP is the very runtime that
+torch has loaded: one pool of threads serves both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.environ import cache_root
+
+COMPILERS = ("g++", "c++", "clang++")
+"""Tried in this order; the first that is installed compiles."""
+
+_HERE = Path(__file__).parent
+_UNITS = ("linear.cpp", "paged.cpp")
+_HEADERS = ("vec.h",)
+_FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-w")
+_DEADLINE_S = 120.0
+_DIGEST = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unavailable:
+    """Why there are no kernels here; torch's own operations serve instead."""
+
+    reason: str
+
+
+class _CannotBuild(Exception):
+    """The reason, in words."""
+
+
+def kernel_cache() -> Path:
+    """Where compiled kernels are kept."""
+    return cache_root() / "kernels"
+
+
+def open_library(cache: Path, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL | Unavailable:
+    """The compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once."""
+    try:
+        compiler = next(filter(None, map(shutil.which, compilers)), None)
+        if compiler is None:
+            raise _CannotBuild(f"no C++ compiler is installed (looked for {', '.join(compilers)})")
+        _own(cache)
+        openmp = _openmp()
+        file = cache / f"{_name(compiler, openmp)}.so"
+        if not _sound(file):
+            _build(compiler, openmp, file)
+        return ctypes.CDLL(str(file))
+    except (_CannotBuild, OSError, subprocess.SubprocessError) as error:
+        return Unavailable(reason=str(error))
+
+
+def _own(directory: Path) -> None:
+    """Refuse a directory where another user could put a library: whoever writes there runs code here."""
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    resolved = directory.resolve()
+    for place in (resolved, *resolved.parents):
+        facts = place.stat()
+        shared = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        sticky = place != resolved and facts.st_mode & stat.S_ISVTX  # others' entries cannot be renamed there
+        if facts.st_uid not in {os.geteuid(), 0} or (shared and not sticky):
+            raise _CannotBuild(f"{place} can be written by other users, so no code is loaded from {directory}")
+
+
+def _openmp() -> Path | None:
+    """The OpenMP runtime in torch's package."""
+    return next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
+
+
+def _name(compiler: str, openmp: Path | None) -> str:
+    known = hashlib.sha256()
+    for name in _UNITS + _HEADERS:
+        known.update((_HERE / name).read_bytes())
+    known.update(repr((_FLAGS, compiler, openmp and openmp.name, _processor())).encode())
+    return known.hexdigest()[:32]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _sound(file: Path) -> bool:
+    """Whether the file is whole: its last bytes are the checksum of the others."""
+    if not file.is_file() or file.stat().st_uid != os.geteuid():
+        return False
+    content = file.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+def _build(compiler: str, openmp: Path | None, file: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        library = Path(scratch) / file.name
+        units = [str(_HERE / unit) for unit in _UNITS]
+        link = ["-shared", "-Wl,-z,defs", "-o", str(library)]
+        try:
+            if openmp is None:
+                raise _CannotBuild("torch brings no libgomp")
+            _run([compiler, *_FLAGS, "-fopenmp", "-c", *units], scratch)
+            _run([compiler, *(Path(unit).stem + ".o" for unit in units), str(openmp), *link], scratch)
+        except _CannotBuild:  # another runtime than GNU's: one thread then
+            _run([compiler, *_FLAGS, *units, *link], scratch)
+        content = library.read_bytes()
+        library.write_bytes(content + hashlib.sha256(content).digest())
+        library.replace(file)
+
+
+def _run(command: list[str], directory: str) -> None:
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or "nothing").splitlines()[0]
+        raise _CannotBuild(f"{command[0]} could not compile the kernels (exit {done.returncode}): {said}")

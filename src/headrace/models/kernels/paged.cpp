@@ -1,0 +1,242 @@
+// Attention over a key-value cache in blocks (headrace.models.paged.base).
+//
+// Batch- and chunk-invariant: what token and head get is a function of the token's position and its context, whether it
+// is decoded or stands in a prefill of any length. Positions are taken in STRETCHes from multiples of STRETCH on; in
+// each the softmax moves to the new maximum once (Milakov and Gimelshein 2018, "Online normalizer calculation").
+//
+// Legend: R rows, N tokens, K key-value heads, H query heads, G = H / K, E key size, V value size, S places of a block.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+#include "vec.h"
+
+enum { S = 16, STRETCH = 128, QUERIES = 16, GROUP = 4, SHARE = 4 };
+// QUERIES of a tile share what they read of the cache; SHARE of them a GROUP of keys in registers
+static const float NONE = -std::numeric_limits<float>::infinity();
+
+struct Pass {
+  const int* tables;  // [R, width]
+  const long *starts, *counts;
+  long R, width;
+};
+struct Tensor3 {  // [N, heads, size], the last dimension dense
+  float* at;
+  long token, head;
+};
+struct Layer {
+  float *keys, *values;  // [P, K, S, E], [P, K, S, V]
+  const float* sinks;    // [H] or null
+  long H, K, E, V, window;  // window 0: none
+  float scale, softcap;     // softcap 0: none
+};
+struct Tile {  // tokens of one row
+  long row, place, position, count;
+};
+
+static std::vector<Tile> cut(const Pass& pass, long most) {
+  std::vector<Tile> tiles;
+  long place = 0;
+  for (long r = 0; r < pass.R; place += pass.counts[r++])
+    for (long t = 0; t < pass.counts[r]; t += most)
+      tiles.push_back({r, place + t, pass.starts[r] + t, std::min(most, pass.counts[r] - t)});
+  return tiles;
+}
+
+static void write(const Pass& pass, const Layer& layer, const Tile& tile, const Tensor3& k, const Tensor3& v) {
+  for (long t = 0; t < tile.count; t++) {
+    long position = tile.position + t, place = tile.place + t;
+    long block = pass.tables[tile.row * pass.width + position / S];
+    for (long h = 0; h < layer.K; h++) {
+      long slot = (block * layer.K + h) * S + position % S;
+      memcpy(layer.keys + slot * layer.E, k.at + place * k.token + h * k.head, 4 * layer.E);
+      memcpy(layer.values + slot * layer.V, v.at + place * v.token + h * v.head, 4 * layer.V);
+    }
+  }
+}
+
+// Scores of Q queries with GROUP neighbouring keys.
+template <int Q>
+INLINE void dots(const float* const* query, const float* keys, long E, float* const* scores) {
+  vec acc[Q][GROUP];
+  UNROLL for (int q = 0; q < Q; q++)
+    UNROLL for (int j = 0; j < GROUP; j++) acc[q][j] = vec{};
+  long e = 0;
+  for (; e + LANES <= E; e += LANES) {
+    vec a[Q];
+    UNROLL for (int q = 0; q < Q; q++) {
+      a[q] = load(query[q] + e);
+      HOLD(a[q]);
+    }
+    UNROLL for (int j = 0; j < GROUP; j++) {
+      vec key = load(keys + j * E + e);
+      HOLD(key);
+      UNROLL for (int q = 0; q < Q; q++) acc[q][j] += a[q] * key;
+    }
+  }
+  if (e < E)
+    for (int q = 0; q < Q; q++)
+      for (int j = 0; j < GROUP; j++) acc[q][j] += load(query[q] + e, E - e) * load(keys + j * E + e, E - e);
+  UNROLL for (int q = 0; q < Q; q++) *(quad*)scores[q] = sum4(acc[q][0], acc[q][1], acc[q][2], acc[q][3]);
+}
+
+struct Query {
+  const float* at;
+  float* out;
+  long first, last;  // positions it sees: [first, last)
+  float most, sink;  // the largest score so far
+  vec total;         // lane by lane, the sum of exp(score - most)
+  float scores[STRETCH];
+  float* sums;  // [V]
+};
+
+// Scores -> weights of positions [from, from + STRETCH); what was summed before moves to the new maximum.
+static void weigh(Query& q, const Layer& layer, long from) {
+  vec high = all(NONE);
+  for (long i = 0; i < STRETCH; i += LANES) {
+    if (from + i + LANES <= q.first || from + i >= q.last) {
+      store(q.scores + i, all(NONE));
+      continue;
+    }
+    vec s = load(q.scores + i) * layer.scale;
+    if (layer.softcap > 0) s = (1.0f - 2.0f / (exp(s * (2.0f / layer.softcap)) + 1.0f)) * layer.softcap;  // tanh
+    if (from + i < q.first || from + i + LANES > q.last)
+      for (long j = 0; j < LANES; j++)
+        if (from + i + j < q.first || from + i + j >= q.last) s[j] = NONE;
+    store(q.scores + i, s);
+    high = max(high, s);
+  }
+  float most = std::max(q.most, largest(high));
+  float fade = exp(all(q.most - most))[0];
+  q.total *= fade;
+  for (long i = 0; i < layer.V; i++) q.sums[i] *= fade;
+  for (long i = 0; i < STRETCH; i += LANES) {
+    if (from + i + LANES <= q.first || from + i >= q.last) continue;
+    vec w = exp(load(q.scores + i) - most);
+    store(q.scores + i, w);
+    q.total += w;
+  }
+  q.most = most;
+}
+
+// sums += weights · values for Q queries that see the same positions, C vectors of the value's columns.
+template <int Q, int C, class Get>
+INLINE void gather(Query* const* query, const float* values, long V, long column, long n, long weight, Get&& get) {
+  vec acc[Q][C];
+  UNROLL for (int q = 0; q < Q; q++)
+    UNROLL for (int c = 0; c < C; c++) acc[q][c] = get(query[q]->sums + column + c * LANES);
+  for (long i = 0; i < n; i++) {
+    UNROLL for (int c = 0; c < C; c++) {
+      vec v = get(values + i * V + column + c * LANES);
+      HOLD(v);
+      UNROLL for (int q = 0; q < Q; q++) acc[q][c] += v * query[q]->scores[weight + i];
+    }
+  }
+  UNROLL for (int q = 0; q < Q; q++)
+    UNROLL for (int c = 0; c < C; c++) {
+      float* to = query[q]->sums + column + c * LANES;
+      if (C == 1) store(to, acc[q][c], std::min<long>(LANES, V - column)); else store(to, acc[q][c]);
+    }
+}
+
+// The values of one block: positions [from, from + S), of which [lo, hi) are seen.
+template <int Q>
+static void sum_block(Query* const* query, const float* values, long V, long lo, long hi, long weight) {
+  auto whole = [](const float* p) __attribute__((always_inline)) { return load(p); };
+  long c = 0;
+  values += lo * V;
+  for (; c + 4 * LANES <= V; c += 4 * LANES) gather<Q, 4>(query, values, V, c, hi - lo, weight + lo, whole);
+  for (; c < V; c += LANES) {
+    long n = std::min<long>(LANES, V - c);
+    gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, [&](const float* p) { return load(p, n); });
+  }
+}
+
+INLINE void fetch(const float* p, long numbers) {
+  for (long i = 0; i < numbers; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
+// The scores of one block's places [lo, hi). Lines of `ahead` (two streams) are fetched meanwhile.
+static void score_block(Query* queries, long num, const float* keys, long E, long lo, long hi, long weight,
+                        const float* const* ahead, const long* sizes) {
+  const float* at[SHARE];
+  float* to[SHARE];
+  for (long i = lo / GROUP * GROUP; i < hi; i += GROUP) {
+    for (int s = 0; s < 2; s++)
+      if (ahead[s]) fetch(ahead[s] + i * sizes[s], GROUP * sizes[s]);
+    for (long q = 0; q < num;) {
+      long share = std::min<long>(SHARE, num - q);
+      for (int j = 0; j < share; j++) at[j] = queries[q + j].at, to[j] = queries[q + j].scores + weight + i;
+      const float* from = keys + i * E;
+      if (share == SHARE) dots<SHARE>(at, from, E, to), q += SHARE;
+      else if (share >= 2) dots<2>(at, from, E, to), q += 2;
+      else dots<1>(at, from, E, to), q += 1;
+    }
+  }
+}
+
+static void finish(const Query& q, long V) {
+  float most = std::max(q.most, q.sink), fade = exp(all(q.most - most))[0];
+  float total = sum(q.total) * fade + (q.sink > NONE ? exp(all(q.sink - most))[0] : 0.0f);
+  for (long i = 0; i < V; i++) q.out[i] = q.sums[i] * fade / total;
+}
+
+// The num queries of one tile, G of each token, over the cache of one key-value head.
+static void attend(Query* queries, long num, long G, const int* table, const Layer& layer, long head) {
+  long E = layer.E, V = layer.V, first = queries[0].first, last = queries[num - 1].last;
+  auto keys = [&](long b) { return layer.keys + (table[b] * layer.K + head) * S * E; };
+  auto values = [&](long b) { return layer.values + (table[b] * layer.K + head) * S * V; };
+  long blocks = (last + S - 1) / S;
+  for (long from = first / STRETCH * STRETCH; from < last; from += STRETCH) {
+    long low = std::max(from, first) / S, high = std::min((from + STRETCH) / S, blocks);
+    for (long b = low; b < high; b++) {
+      const float* ahead[] = {b + 2 < blocks ? keys(b + 2) : nullptr, values(b)};
+      const long sizes[] = {E, V};
+      score_block(queries, num, keys(b), E, std::max(first - b * S, 0L), std::min<long>(last - b * S, S), b * S - from,
+                  ahead, sizes);
+    }
+    for (long q = 0; q < num; q++)
+      if (queries[q].first < from + STRETCH && queries[q].last > from) weigh(queries[q], layer, from);
+    for (long b = low; b < high; b++)
+      for (long q = 0; q < num;) {
+        long lo = std::max(queries[q].first - b * S, 0L), hi = std::min<long>(queries[q].last - b * S, S);
+        bool two = q % G + 1 < G;  // neighbours of one token
+        Query* pair[2] = {queries + q, queries + q + 1};
+        if (lo < hi) (two ? sum_block<2> : sum_block<1>)(pair, values(b), V, lo, hi, b * S - from);
+        q += two ? 2 : 1;
+      }
+  }
+  for (long q = 0; q < num; q++) finish(queries[q], V);
+}
+
+extern "C" void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, float* out, int threads) {
+  const long G = layer->H / layer->K;
+  const std::vector<Tile> tiles = cut(*pass, std::max<long>(1, QUERIES / G));
+  const long most = std::max<long>(QUERIES, G);
+  if (tiles.size() == 1 && layer->K == 1) threads = 1;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<Query> queries(most);
+    std::vector<float> sums(most * layer->V);
+#pragma omp for
+    for (size_t i = 0; i < tiles.size(); i++) write(*pass, *layer, tiles[i], qkv[1], qkv[2]);
+#pragma omp for schedule(dynamic)
+    for (long task = (long)tiles.size() * layer->K - 1; task >= 0; task--) {  // the longest contexts of a prefill first
+      const Tile& tile = tiles[task / layer->K];
+      long head = task % layer->K, num = 0;
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (long t = 0; t < tile.count; t++)
+        for (long h = head * G; h < (head + 1) * G; h++, num++) {
+          long place = tile.place + t, position = tile.position + t;
+          Query& q = queries[num];
+          q.at = qkv[0].at + place * qkv[0].token + h * qkv[0].head;
+          q.out = out + (place * layer->H + h) * layer->V;
+          q.first = layer->window ? std::max(0L, position + 1 - layer->window) : 0;
+          q.last = position + 1;
+          q.most = NONE, q.sink = layer->sinks ? layer->sinks[h] : NONE;
+          q.total = vec{}, q.sums = sums.data() + num * layer->V;
+        }
+      attend(queries.data(), num, G, pass->tables + tile.row * pass->width, *layer, head);
+    }
+  }
+}

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.models.kernels.build import Unavailable, open_library
+from headrace.models.kernels.ops import Kernels, kernels, open_kernels
+
+
+@pytest.fixture(scope="module")
+def ops() -> Kernels:
+    loaded = kernels()
+    if isinstance(loaded, Unavailable):
+        pytest.skip(loaded.reason)
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def far(given_: Tensor, wanted: Tensor) -> float:
+    return float((given_ - wanted).abs().max() / wanted.abs().max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(m=st.integers(1, 40), n=st.integers(1, 90), k=st.integers(1, 200), bias=st.booleans())
+def test_products_are_those_of_double_precision(m: int, n: int, k: int, bias: bool) -> None:
+    loaded = kernels()
+    if isinstance(loaded, Unavailable):
+        pytest.skip(loaded.reason)
+    x, w, b = drawn(m, k), drawn(n, k, seed=1), drawn(n, seed=2)
+    wanted = F.linear(x.double(), w.double(), b.double() if bias else None)
+    magnitude = F.linear(x.double().abs(), w.double().abs(), b.double().abs())
+    assert float(((loaded.linear(x, w, b if bias else None) - wanted).abs() / magnitude).max()) < 1e-6
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_tokens_product_has_the_same_bits_in_every_batch(ops: Kernels, threads: int) -> None:
+    x, w, b = drawn(200, 131), drawn(77, 131, seed=1), drawn(77, seed=2)
+    whole = ops.linear(x, w, b)
+    torch.set_num_threads(threads)
+    for size in range(1, 201):
+        at = (size * 37) % (201 - size)
+        assert torch.equal(ops.linear(x[at : at + size], w, b), whole[at : at + size]), size
+
+
+def test_products_side_by_side_have_the_bits_of_each_alone(ops: Kernels) -> None:
+    x, pairs = drawn(5, 64), [(drawn(n, 64, seed=n), None) for n in (32, 17, 80)]
+    joined = ops.linears(x, pairs)
+    assert torch.equal(joined, torch.cat([ops.linear(x, *pair) for pair in pairs], -1))
+
+
+@pytest.mark.parametrize("size", [32, 100])
+def test_norm_mlp_and_log_softmax_are_those_of_double_precision(ops: Kernels, size: int) -> None:
+    x, w = drawn(30, size), drawn(size, seed=1)
+    double = x.double()
+    normed = double * torch.rsqrt(double.square().mean(-1, keepdim=True) + 1e-6)
+    assert far(ops.rms_norm(x, w, 1e-6, 1.0), normed * (w.double() + 1)) < 1e-6
+    gate, up, down = drawn(90, size, seed=2) / 8, drawn(90, size, seed=3) / 8, drawn(size, 90, seed=4) / 8
+    inner = F.silu(F.linear(double, gate.double())) * F.linear(double, up.double())
+    assert far(ops.gated(x, (gate, None), (up, None), (down, None)), F.linear(inner, down.double())) < 1e-6
+    assert far(ops.log_softmax(x * 10), (double * 10).log_softmax(-1)) < 1e-6
+
+
+def test_norm_mlp_and_log_softmax_have_the_same_bits_in_every_batch(ops: Kernels) -> None:
+    x, w = drawn(70, 100), drawn(100, seed=1)
+    gate, up, down = ((drawn(90, 100, seed=2), None), (drawn(90, 100, seed=3), None), (drawn(100, 90, seed=4), None))
+    for f in (lambda t: ops.rms_norm(t, w, 1e-6), lambda t: ops.gated(t, gate, up, down), ops.log_softmax):
+        whole = f(x)
+        for size in (1, 2, 3, 5, 8, 33):
+            assert torch.equal(f(x[11 : 11 + size]), whole[11 : 11 + size])
+
+
+def test_a_number_that_is_not_finite_stays_visible(ops: Kernels) -> None:
+    x, w = drawn(4, 64), drawn(64, 64, seed=1)
+    x[2, 5] = torch.nan
+    for out in (ops.linear(x, w, None), ops.gated(x, (w, None), (w, None), (w, None)), ops.log_softmax(x)):
+        assert out.isnan().all(-1).tolist() == [False, False, True, False]
+
+
+def test_without_a_compiler_there_is_a_reason_and_no_error(tmp_path: Path) -> None:
+    answer = open_library(tmp_path, ["no-such-compiler"])
+    assert isinstance(answer, Unavailable)
+    assert "no-such-compiler" in answer.reason
+
+
+def test_a_compiler_that_fails_is_a_reason_and_no_error(tmp_path: Path) -> None:
+    failing = tmp_path / "cc"
+    failing.write_text("#!/bin/sh\necho out of registers >&2\nexit 3\n")
+    failing.chmod(0o700)
+    answer = open_library(tmp_path / "cache", [str(failing)])
+    assert isinstance(answer, Unavailable)
+    assert "out of registers" in answer.reason
+
+
+def test_a_corrupt_library_is_built_again(ops: Kernels, tmp_path: Path) -> None:
+    assert isinstance(open_kernels(tmp_path), Kernels)
+    (file,) = tmp_path.glob("*.so")
+    whole = file.read_bytes()
+    broken = tmp_path / "broken"
+    broken.write_bytes(whole[:1000])
+    broken.replace(file)
+    assert isinstance(open_kernels(tmp_path), Kernels)
+    assert len(file.read_bytes()) == len(whole)
+
+
+def test_nothing_is_loaded_from_a_directory_that_others_can_write(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    os.chmod(shared, 0o777)
+    answer = open_library(shared)
+    assert isinstance(answer, Unavailable)
+    assert "other users" in answer.reason
+
+
+def test_kernels_share_the_threads_of_torch(ops: Kernels) -> None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line and ".so" in line}
+    assert len([name for name in loaded if "/torch/" in name]) == 1
