@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.clock import RealClock
+from headrace.clock import Clock, RealClock
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import seed_key, uniforms
@@ -42,9 +42,29 @@ class Weights:
     def send(self, engine: NativeEngine, version: int) -> None:
         self.stage(engine, version)
         engine.commit(version)
+        engine.take_swaps()
 
 
-def make_engine(config: ModelConfig, **settings: int) -> NativeEngine:
+class ManualClock:
+    """Time that a test moves itself."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+    def wall(self) -> float:
+        return self.time_s
+
+
+def make_engine(
+    config: ModelConfig,
+    *,
+    clock: Clock | None = None,
+    decode: Callable[[list[int]], str] | None = None,
+    **settings: object,
+) -> NativeEngine:
     """An engine that has seen no weights yet."""
     model = load_model(config)
     return NativeEngine(
@@ -52,11 +72,12 @@ def make_engine(config: ModelConfig, **settings: int) -> NativeEngine:
         EngineConfig(**settings),
         max_context=MAX_CONTEXT,
         receiver=ShmReceiver(weight_tensors(model)),
-        clock=RealClock(),
+        clock=clock or RealClock(),
+        decode=decode,
     )
 
 
-def ready_engine(directory: Path, buffer: Path, dtype: str = "float32", **settings: int) -> NativeEngine:
+def ready_engine(directory: Path, buffer: Path, dtype: str = "float32", **settings: object) -> NativeEngine:
     """An engine with version 0 committed."""
     config = ModelConfig(path=str(directory), dtype=dtype)
     engine = make_engine(config, **settings)
@@ -90,8 +111,11 @@ def joined(chunks: list[Chunk]) -> Tokens:
     """The tokens of one request; only its last chunk ends it."""
     assert all(chunk.stop_reason is None and not chunk.error for chunk in chunks[:-1])
     return Tokens.concat(
-        [Tokens(ids_T=c.ids_T, logprobs_T=c.logprobs_T, versions_T=c.versions_T) for c in chunks]
-    )  # fmt: skip
+        [
+            Tokens(ids_T=c.ids_T, logprobs_T=c.logprobs_T, versions_T=c.versions_T, kept=c.kept, routing=c.routing)
+            for c in chunks
+        ]
+    )
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ def mixed_requests() -> list[GenerateRequest]:
 def test_every_request_of_a_busy_batch_gets_what_it_gets_alone(
     kind: str, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    engine = ready_engine(model_dir(kind), tmp_path / "buffer", max_sequences=5, max_prefill_tokens=40)
+    engine = ready_engine(model_dir(kind), tmp_path / "buffer", max_sequences=5, max_step_tokens=40)
     reference = plain(model_dir(kind))
     requests = mixed_requests()
     results = run(engine, requests)

@@ -50,7 +50,8 @@ def test_running_sequences_go_on_under_the_new_weights_with_their_cache(
         engine.step()
     weights.scale(1.2)
     weights.stage(engine, 1)
-    report = engine.commit(1)
+    engine.commit(1)
+    (report,) = engine.take_swaps()
     assert (report.version, report.carried_over, report.restarted) == (1, 2, 0)
     assert 0 <= report.gap_s < 0.5
     engine.add(request(2, [3, 4, 5], max_new_tokens=20, temperature=0.0))

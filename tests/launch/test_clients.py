@@ -12,8 +12,21 @@ from headrace.clock import run_virtual
 from headrace.errors import DeadlineError, RunError, WeightsError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient, LearnerClient
-from headrace.types.messages.controller import Failure, Ready, SnapshotTaken
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import (
+    Chunk,
+    Chunks,
+    Committed,
+    EngineStats,
+    Failure,
+    Paused,
+    Ready,
+    ScoresAre,
+    SnapshotTaken,
+)
 from headrace.types.sampling import Sampling
+from headrace.types.tokens import Tokens
+from headrace.types.weights import Interrupt, SwapReport
 
 GREETING = Ready(token="t", pid=1, facts={})
 
@@ -83,5 +96,59 @@ def test_a_request_that_cannot_be_sent_fails_and_does_not_wait() -> None:
         sampling = Sampling(max_new_tokens=4, temperature=1.0, stop_ids=())
         with pytest.raises(RunError, match="has not read"):
             await anext(client.generate(np.zeros(1, np.int32), sampling))
+
+    run_virtual(main())
+
+
+def engine_client() -> EngineClient:
+    made = EngineClient("engine", Silent(), token="t", on_spans=lambda _: None, deadline_s=60.0)
+    made.ready.set_result(GREETING)
+    return made
+
+
+def piece(count: int, **more: object) -> Chunks:
+    numbers = np.arange(count, dtype=np.int32)
+    chunk = Chunk(
+        request_id=0, ids_T=numbers, logprobs_T=numbers.astype(np.float32), versions_T=numbers * 0, **more
+    )  # fmt: skip
+    return Chunks(chunks=(chunk,), stats=EngineStats())
+
+
+def test_chunks_of_a_sequence_that_begins_again_need_not_be_read_first() -> None:
+    async def main() -> None:
+        client = engine_client()
+        stream = client.generate(np.zeros(1, np.int32), Sampling(max_new_tokens=3))
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(anext(stream))
+            await asyncio.sleep(0)
+            client._route(piece(1))
+        assert (await first).request_id == 0
+        for _ in range(40):
+            client._route(piece(1, restarted=True))
+            client._route(piece(1))
+        client._route(piece(1, stop_reason=StopReason.LENGTH))
+        rest = [chunk async for chunk in stream]
+        assert [chunk.restarted for chunk in rest] == [True, False, False]
+
+    run_virtual(main())
+
+
+def test_a_commit_is_answered_when_its_mode_lets_it_happen() -> None:
+    async def main() -> None:
+        client = engine_client()
+        async with asyncio.TaskGroup() as group:
+            committing = group.create_task(client.commit(4, Interrupt.DRAIN))
+            pausing = group.create_task(client.pause(release=True))
+            scoring = group.create_task(client.score(Tokens.observed([3, 4]), temperature=0.5))
+            await asyncio.sleep(1.0)
+            commit, pause, score = client._channel.sent
+            assert (commit.version, commit.mode, pause.release, score.temperature) == (4, Interrupt.DRAIN, True, 0.5)
+            client._route(Paused(call=pause.call))
+            client._route(ScoresAre(call=score.call, logprobs_T=np.array([0.0, -1.0], np.float32)))
+            assert not committing.done()
+            report = SwapReport(version=4, gap_s=0.0, carried_over=0, restarted=0, mode=Interrupt.DRAIN)
+            client._route(Committed(call=commit.call, report=report))
+        assert (await committing, (await scoring).tolist()) == (report, [0.0, -1.0])
+        await pausing
 
     run_virtual(main())

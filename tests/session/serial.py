@@ -84,6 +84,7 @@ class SerialLoop:
         self.publisher.copy(version % 2)
         self.engine.stage(self.publisher.announce(version, version % 2))
         self.engine.commit(version)
+        self.engine.take_swaps()
 
     def _batch(self, step: int) -> Batch:
         flow = self.config.flow

@@ -19,11 +19,21 @@ class EngineConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature while training; the learner uses the same."""
     max_sequences: int = Field(default=64, ge=1)
-    """Sequences in the batch at once: rows of the key-value cache."""
+    """Sequences in the batch at once."""
     max_context: int | None = Field(default=None, ge=2)
-    """Longest prompt plus completion, in tokens: columns of the key-value cache. Unset: the longest prompt of the data
-    plus ``max_new_tokens``."""
-    max_prefill_tokens: int = Field(default=2048, ge=1)
-    """Prompt tokens that may join the batch in one step."""
+    """Longest prompt plus completion, in tokens. Unset: the longest prompt of the data plus ``max_new_tokens``."""
+    max_step_tokens: int = Field(default=2048, ge=1)
+    """Tokens of one step: those of decoding sequences come first, pieces of prompts get the rest."""
+    max_waiting: int = Field(default=65_536, ge=1)
+    """Requests that may wait to join the batch; one more is refused."""
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens whose keys and values fit the cache. Unset: all that ``max_sequences`` of ``max_context`` could need, but
+    at most three tenths of the free memory."""
+    fork_memory: int = Field(default=256, ge=0)
+    """How many ended sequences can still be forked: the tokens of that many are kept."""
+    stream_steps: int = Field(default=8, ge=1)
+    """Steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
+    kernels: Literal["auto", "off"] = "auto"
+    """Whether parts of the model run as fused kernels where there are any for this machine."""
     flush_tokens: int = Field(default=64, ge=1)
     """A running sequence's tokens are reported each time there are this many of them, and when it ends."""

@@ -11,6 +11,7 @@ version has freed it. A refused update changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from headrace.types.weights import WeightUpdate
@@ -44,4 +45,13 @@ class Receiver(Protocol):
 
     def commit(self, version: int) -> None:
         """Use the staged version; a change of pointers."""
+        ...
+
+    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
+        """Use the staged version in ``parts`` changes, each made when the iterator is advanced; after the last one it
+        ends. What stands in between is neither the old version nor the new one.
+
+        Raises :class:`~headrace.errors.WeightsError` at once if ``version`` is not staged. The update is taken: another
+        one may be staged meanwhile.
+        """
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -75,12 +75,22 @@ class ShmReceiver:
         self._staged = (update.version, views)
 
     def commit(self, version: int) -> None:
+        for _ in self.commit_parts(version, 1):
+            pass
+
+    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         if self._staged is None or self._staged[0] != version:
             staged = "nothing" if self._staged is None else f"version {self._staged[0]}"
             raise WeightsError(f"commit of version {version}, but {staged} is staged", remedy="stage it first")
-        for tensor, view in zip(self._tensors, self._staged[1], strict=True):
+        views, self._staged = self._staged[1], None
+        return self._exchange(version, views, -(-len(views) // parts))
+
+    def _exchange(self, version: int, views: list[Tensor], at_once: int) -> Iterator[None]:
+        for place, (tensor, view) in enumerate(zip(self._tensors, views, strict=True)):
+            if place and place % at_once == 0:
+                yield
             tensor.data = view
-        self._committed, self._staged = version, None
+        self._committed = version
 
     def _refuse_if_unfit(self, update: WeightUpdate) -> None:
         if update.version <= self._committed:

@@ -1,5 +1,6 @@
 """The embedded engine."""
 
-from headrace.engine.native.engine import NativeEngine, WeightReceiver
+from headrace.engine.native.engine import NativeEngine
+from headrace.engine.native.swaps import WeightReceiver
 
 __all__ = ["NativeEngine", "WeightReceiver"]

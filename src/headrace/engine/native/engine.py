@@ -1,20 +1,22 @@
 """The embedded engine: continuous batching of any Hugging Face causal language model, on CPU and CUDA.
 
-    step():  schedule ─▶ run ─▶ postprocess
-             waiting      one forward pass:      sample; append to columns;
-             requests     running rows decode,   chunks of rows that ended or are due;
-             join         prompts of joiners     rows that ended leave
+    add ──▶ intake ──▶ scheduler's queue
+    step():  schedule ──▶ run ──────────────────────────────▶ postprocess
+             who joins,   one forward pass over the blocks:   chunks of rows that ended or are due;
+             who leaves,  decoding rows, pieces of prompts;   rows that ended leave;
+             which tokens sample; append to the columns       a commit that waited for that happens
 
-Rows are dense (see :class:`~headrace.engine.native.rows.Rows`), the model is never copied, and nothing derived from
-its weights is kept between steps: a commit changes where parameters point, and the next pass uses them.
+:mod:`.scheduler` decides, :mod:`.blocks` keeps the books of the cache, :mod:`.rows` holds what is known of each
+sequence, :mod:`.swaps` owns the weights' version. The model is never copied, and nothing derived from its weights is
+kept between steps: a commit changes where parameters point, and the next pass uses them.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+import heapq
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,39 +25,65 @@ from transformers import PreTrainedModel
 
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
-from headrace.engine.native.rows import Index, Rows
-from headrace.engine.native.sampler import sample, uniforms
-from headrace.errors import ConfigError, RequestError
+from headrace.engine.native.blocks import BlockPool
+from headrace.engine.native.controls import Controls
+from headrace.engine.native.intake import Bounds, Intake
+from headrace.engine.native.memory import make_cache
+from headrace.engine.native.outbox import Outbox
+from headrace.engine.native.pins import Pins
+from headrace.engine.native.routes import Routes
+from headrace.engine.native.rows import Flags, Follower, Index, Rows
+from headrace.engine.native.scheduler import Schedule, Scheduler
+from headrace.engine.native.scoring import Scorer
+from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.stops import Stops
+from headrace.engine.native.swaps import Swaps, WeightReceiver
+from headrace.errors import ConfigError, ModelError, RequestError
 from headrace.models.attention import forward
-from headrace.models.cache import CachePlan, KeyValueCache
+from headrace.models.kernels.fuse import fuse
+from headrace.models.paged import choose
+from headrace.models.paged.base import Geometry, PagedPlan
+from headrace.models.shapes import cache_shapes
+from headrace.models.weights import weight_tensors
+from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest
+from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.sampling import Sampling
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
+
+Decode = Callable[[list[int]], str]
 
 
-class WeightReceiver(Protocol):
-    """Where new weights come from: the receiving side of a transport."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """The rows that sampled a token in a step."""
 
-    def stage(self, update: WeightUpdate) -> None:
-        """Verify ``update``, in any thread; raises :class:`~headrace.errors.WeightsError`."""
-        ...
+    rows_D: Index
+    sound_D: Flags
+    """Whether their logits were finite."""
 
-    def commit(self, version: int) -> None:
-        """Point the model's parameters at the staged version."""
-        ...
+
+class _StringStops:
+    """Tells :class:`Stops` who is in which row."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops
+        self.move = stops.move
+
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        self._stops.join(row, sampling.stop, answer_ids_T)
 
 
 class NativeEngine:
     """An :class:`~headrace.engine.base.EngineCore` over a model of :func:`headrace.models.load_model`.
 
-    ``max_context`` is the longest prompt plus completion: columns of the key-value cache. Calls with the same requests
-    in the same order give the same tokens and logprobs, bit for bit; a draw does not depend on a sequence's neighbours.
+    ``max_context`` is the longest prompt plus completion. ``decode`` gives the text of ids, for stop strings; without
+    one, requests that have some are refused. Calls with the same requests in the same order give the same tokens and
+    logprobs, bit for bit; a draw does not depend on a sequence's neighbours.
     """
 
-    def __init__(
+    def __init__(  # gate: parameters - what an engine is made of
         self,
         model: PreTrainedModel,
         config: EngineConfig,
@@ -63,6 +91,7 @@ class NativeEngine:
         max_context: int,
         receiver: WeightReceiver,
         clock: Clock,
+        decode: Decode | None = None,
     ) -> None:
         longest = model.config.max_position_embeddings
         if max_context > longest:
@@ -70,184 +99,268 @@ class NativeEngine:
                 f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
                 remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
             )
-        self._model = model
-        self._config = config
-        self._max_context = max_context
-        self._receiver = receiver
-        self._clock = clock
+        self._model, self._config, self._clock, self._receiver = model, config, clock, receiver
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
-        self._cache = KeyValueCache(config.max_sequences, max_context)
-        self._rows = Rows(config.max_sequences, max_context)
-        self._waiting: deque[GenerateRequest] = deque()
-        self._known: set[int] = set()
-        self._version = NOT_SAMPLED
-        self._busy_s = 0.0
-        self._steps = 0
-        self._generated_tokens = 0
-        self._prompt_tokens = 0
+        kernels = str(fuse(model)) if config.kernels == "auto" else "off"
+        shapes = cache_shapes(model)
+        attention, self._maker = choose(model.dtype, self._device)
+        self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
+        self._pool = BlockPool(self._cache.num_blocks)
+        self._controls = Controls(config.max_sequences, self._device)
+        self._stops = Stops(decode) if decode is not None else None
+        followers: list[Follower] = (
+            [self._controls] if self._stops is None else [self._controls, _StringStops(self._stops)]
+        )
+        self._rows = Rows(config.max_sequences, max_context, followers)
+        self._routes = Routes(model, self._cache.num_blocks)
+        self._outbox = Outbox(self._rows, self._routes)
+        self._scheduler = Scheduler(self._rows, self._pool, config.max_step_tokens, self._outbox.before_requeue)
+        self._swaps = Swaps(receiver, self._scheduler, self._rows, self._pool, clock)
+        self._pins = Pins(weight_tensors(model).values())
+        self._scorer = Scorer(model, shapes, self._maker)
+        bounds = Bounds(
+            vocab_size=self._vocab_size,
+            max_context=max_context,
+            num_blocks=self._cache.num_blocks,
+            max_waiting=config.max_waiting,
+            stop_strings=decode is not None,
+        )
+        self._intake = Intake(bounds, self._rows, config.fork_memory)
+        self._deadlines: list[tuple[float, int, int]] = []
+        self._paused_s: float | None = None
+        self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
+        self._names = {"attention": attention, "kernels": kernels}
+
+    def facts(self) -> dict[str, str | int | float]:
+        """What the engine says of itself, for people: what computes it, and where its memory goes."""
+        return {
+            **self._names,
+            "cache_blocks": self._cache.num_blocks,
+            "cache_bytes": self._cache.num_bytes,
+            "routing_bytes": self._routes.num_bytes,
+            "pinned_bytes": self._pins.num_bytes,
+        }
 
     def add(self, request: GenerateRequest) -> None:
-        self._refuse_if_unfit(request)
-        self._known.add(request.request_id)
-        self._waiting.append(request)
+        now_s = self._clock.now()
+        if request.sampling.record_routing:
+            self._open_routes(request.request_id)
+        sequence = self._intake.admit(
+            request, version=self._swaps.version, num_waiting=self._scheduler.num_waiting, now_s=now_s
+        )
+        self._scheduler.add(sequence)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.arrival, request.request_id))
 
-    def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
-        wanted = set(request_ids) & self._known
-        rows = [row for row, request_id in enumerate(self._rows.request_ids) if request_id in wanted]
-        chunks = [self._rows.chunk(row, StopReason.ABORTED) for row in rows]
-        self._leave(np.array(rows, np.int64))
-        unborn = [request for request in self._waiting if request.request_id in wanted]
-        self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
-        self._known -= wanted
-        return chunks + [_unborn_chunk(request) for request in unborn]
+    def abort(self, request_ids: Several[int]) -> list[Chunk]:
+        known = self._intake.known
+        chunks = self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
+        self._swaps.settle()
+        return chunks
 
     def has_work(self) -> bool:
-        return bool(self._rows.count or self._waiting)
+        return self._paused_s is None and (not self._scheduler.idle or bool(self._outbox.due))
 
     def step(self) -> list[Chunk]:
         if not self.has_work():
             return []
-        started = self._clock.now()
-        num_running = self._rows.count
-        joining = self._schedule()
-        chunks = self._run(num_running, joining)
+        started_s = self._clock.now()
+        chunks = self._expire(started_s)
+        self._swaps.advance()
+        schedule = self._scheduler.schedule()
+        drawn = self._run(schedule) if len(schedule.rows_R) else []
+        chunks += self._outbox.take() + self._postprocess(drawn)
+        self._swaps.settle()
         self._steps += 1
-        self._busy_s += self._clock.now() - started
+        self._busy_s += self._clock.now() - started_s
         return chunks
+
+    def score(self, request: Score) -> FloatColumn:
+        return self._scorer.score(request, self._vocab_size)
 
     def stage(self, update: WeightUpdate) -> None:
         self._receiver.stage(update)
 
-    def commit(self, version: int) -> SwapReport:
-        started = self._clock.now()
-        self._receiver.commit(version)
-        self._version = version
-        gap_s = self._clock.now() - started
-        return SwapReport(version=version, gap_s=gap_s, carried_over=self._rows.count, restarted=0)
+    def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+        self._swaps.begin(version, mode, self._config.stream_steps, self._paused_s)
+        if mode is Interrupt.SLEEP:
+            self.resume()
+
+    def take_swaps(self) -> list[SwapReport]:
+        return self._swaps.take()
+
+    def pause(self, *, release: bool = False) -> None:
+        if self._paused_s is None:
+            self._paused_s = self._clock.now()
+        if release and self._cache.layers:
+            for sequence in list(self._rows.sequences):
+                self._scheduler.requeue(sequence)
+            self._pool.forget(self._pool.version)
+            self._cache.release()
+
+    def resume(self) -> None:
+        if not self._cache.layers:
+            self._cache.allocate()
+        self._paused_s = None
 
     def stats(self) -> EngineStats:
+        scheduler, pool = self._scheduler, self._pool.stats()
         return EngineStats(
-            version=self._version,
+            version=self._swaps.version,
             busy_s=self._busy_s,
             steps=self._steps,
             generated_tokens=self._generated_tokens,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
             running=self._rows.count,
-            waiting=len(self._waiting),
+            waiting=scheduler.num_waiting,
+            restarted=self._swaps.num_restarted,
+            preempted=scheduler.num_preempted,
+            cached_tokens=scheduler.cached_tokens,
+            cache_blocks=pool.total,
+            cache_blocks_used=pool.used,
+            cache_bytes=self._cache.num_bytes,
+            wasted_tokens=self._swaps.wasted_tokens,
         )
 
-    def _schedule(self) -> list[GenerateRequest]:
-        """The requests that join now, in order: as many as rows and prompt tokens allow; a long prompt alone."""
-        joining: list[GenerateRequest] = []
-        budget = self._config.max_prefill_tokens
-        while self._waiting and self._rows.count + len(joining) < self._config.max_sequences:
-            budget -= len(self._waiting[0].prompt_ids_T)
-            if budget < 0 and joining:
-                break
-            joining.append(self._waiting.popleft())
-        self._rows.join(joining)
-        self._prompt_tokens += sum(len(request.prompt_ids_T) for request in joining)
-        return joining
+    def _run(self, schedule: Schedule) -> list[_Drawn]:
+        """One pass per set of weights: almost always one."""
+        for sequence in schedule.joined:
+            if sequence.pin is not None:
+                self._pins.hold(sequence.pin, sequence.arrival)
+        self._prepare_blocks(schedule)
+        pin_R = self._rows.pin_R[schedule.rows_R]
+        apart_R = (pin_R >= 0) & (pin_R != self._swaps.stamp)
+        if not apart_R.any():
+            return [self._pass(schedule, self._swaps.stamp)]
+        drawn = [] if apart_R.all() else [self._pass(schedule.only(~apart_R), self._swaps.stamp)]
+        for version in np.unique(pin_R[apart_R]).tolist():
+            with self._pins.weights(version):
+                drawn.append(self._pass(schedule.only(pin_R == version), version))
+        return drawn
+
+    def _prepare_blocks(self, schedule: Schedule) -> None:
+        dirty = self._scheduler.take_dirty()
+        if dirty:
+            self._cache.clear(dirty)
+        if schedule.copies:
+            sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
+            self._cache.copy(sources, targets)
+            self._routes.copy(sources, targets)
 
     @torch.inference_mode()
-    def _run(self, num_running: int, joining: Sequence[GenerateRequest]) -> list[Chunk]:
-        rows = self._rows
-        lengths = [len(request.prompt_ids_T) for request in joining]
-        ids = np.concatenate([rows.last_ids_R[:num_running], *(request.prompt_ids_T for request in joining)])
-        plan = CachePlan(self._cache, rows.positions_R[:num_running], lengths, self._device)
-        keep = plan.last_R if joining else None
-        logits = forward(self._model, self._tensor(ids), plan, keep)
-        # the sampled token stands one place behind the newest
-        draws = uniforms(rows.keys_R[: rows.count], rows.positions_R[: rows.count] + 1)
-        draw = sample(logits, self._tensor(rows.temperatures_R[: rows.count]), self._tensor(draws))
-        rows.record(draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), self._version)
-        self._generated_tokens += rows.count
-        return self._postprocess(draw.sound_R.cpu().numpy())
+    def _pass(self, schedule: Schedule, stamp: int) -> _Drawn:
+        """Compute the schedule's tokens, and sample where that completes a context."""
+        rows, rows_R, counts_R = self._rows, schedule.rows_R, schedule.counts_R
+        starts_R = rows.computed_R[rows_R]
+        geometry = Geometry(
+            tables_RB=rows.tables_RB[rows_R, : int(rows.held_R[rows_R].max())],
+            starts_R=starts_R,
+            counts_R=counts_R,
+            num_decode=schedule.num_decode,
+        )
+        ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()].astype(np.int64)
+        complete_R = starts_R + counts_R == rows.length_R[rows_R]
+        plan = PagedPlan(self._cache, geometry, self._maker, self._device)
+        keep_D = plan.last_R if complete_R.all() else plan.last_R[self._tensor(complete_R)]
+        self._routes.record(bool(rows.routed_R[rows_R].any()))
+        logits_DV = forward(self._model, self._tensor(ids_N), plan, keep_D)
+        self._routes.store(geometry)
+        rows.computed_R[rows_R] += counts_R
+        rows_D = rows_R[complete_R]
+        if not len(rows_D):
+            return _Drawn(rows_D=rows_D, sound_D=np.zeros(0, bool))
+        return self._draw(logits_DV, rows_D, stamp)
 
-    def _postprocess(self, sound_R: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[Chunk]:
+    def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int) -> _Drawn:
+        draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
+        self._controls.append(draw.ids_R, rows_D)
+        self._rows.record(rows_D, draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), stamp)
+        self._rows.record_kept(rows_D, draw.kept)
+        self._generated_tokens += len(rows_D)
+        return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())
+
+    def _postprocess(self, drawn: list[_Drawn]) -> list[Chunk]:
+        if not drawn:
+            return []
         rows = self._rows
-        stopped, broken = rows.stopped(), ~sound_R
-        ended = stopped | rows.full() | broken
-        due = rows.due(self._config.flush_tokens)
+        rows_D = np.concatenate([part.rows_D for part in drawn])
+        broken = ~np.concatenate([part.sound_D for part in drawn])
+        stopped = rows.stopped(rows_D) | self._completes_string(rows_D)
+        ended = stopped | rows.full(rows_D) | broken
+        due = rows.due(rows_D, self._config.flush_tokens)
         if not (ended | due).any():
             return []
-        chunks: list[Chunk] = []
-        for row in np.flatnonzero(ended | due).tolist():
-            if broken[row]:
+        chunks = []
+        for place in np.flatnonzero(ended | due).tolist():
+            row = int(rows_D[place])
+            if broken[place]:
                 chunks.append(self._broken_chunk(row))
-            elif ended[row]:
-                chunks.append(rows.chunk(row, StopReason.STOP if stopped[row] else StopReason.LENGTH))
+            elif ended[place]:
+                chunks.append(self._outbox.last(row, StopReason.STOP if stopped[place] else StopReason.LENGTH))
             else:
-                chunks.append(rows.chunk(row))
-        if broken.any():
-            self._cache.clear(np.flatnonzero(broken))
-        self._known -= {rows.request_ids[row] for row in np.flatnonzero(ended)}
-        self._leave(np.flatnonzero(ended))
+                chunks.append(self._outbox.next(row))
+        for row in rows_D[ended].tolist():
+            self._forget(rows.sequences[row])
+        self._scheduler.leave(rows_D[ended])
         return chunks
 
+    def _completes_string(self, rows_D: Index) -> Flags:
+        ended_D = np.zeros(len(rows_D), bool)
+        if self._stops is not None:
+            for place in np.flatnonzero(self._rows.strings_R[rows_D]).tolist():
+                row = int(rows_D[place])
+                ended_D[place] = self._stops.push(row, int(self._rows.ids_of(row)[-1]))
+        return ended_D
+
     def _broken_chunk(self, row: int) -> Chunk:
-        self._rows.forget_last(row)
+        rows = self._rows
+        pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
+        rows.forget_last(row)
         self._generated_tokens -= 1
-        return self._rows.chunk(
+        self._pool.taint(rows.table(row))
+        return self._outbox.last(
             row,
-            error=f"the logits after {self._rows.positions_R[row]} tokens of context hold NaN or infinity "
-            f"under the weights of version {self._version}",
+            error=f"the logits after {length} tokens of context hold NaN or infinity under the weights of version "
+            f"{self._swaps.version if pin == NO_ROW else pin}",
         )
 
-    def _leave(self, leaving: Index) -> None:
-        if len(leaving):
-            moves = self._rows.leave(leaving)
-            self._cache.move(moves.sources, moves.targets, moves.length)
+    def _expire(self, now_s: float) -> list[Chunk]:
+        late: list[Sequence] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            sequence = self._intake.known.get(request_id)
+            if sequence is not None and sequence.arrival == arrival:
+                late.append(sequence)
+        return self._end(late, StopReason.DEADLINE)
+
+    def _end(self, sequences: list[Sequence], reason: StopReason) -> list[Chunk]:
+        """Let go of these before their time."""
+        chunks = [
+            self._outbox.waiting(sequence, reason)
+            if sequence.row == NO_ROW
+            else self._outbox.last(sequence.row, reason)
+            for sequence in sequences
+        ]
+        for sequence in sequences:
+            self._forget(sequence)
+        self._scheduler.withdraw(sequences)
+        return chunks
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._intake.ended(sequence)
+        if sequence.pin is not None:
+            self._pins.drop(sequence.pin, sequence.arrival)
+
+    def _open_routes(self, request_id: int) -> None:
+        try:
+            problem = self._routes.open()
+        except ModelError as error:
+            problem = error.problem
+        if problem:
+            raise RequestError(
+                f"request {request_id} wants its routing recorded: {problem}", remedy="leave record_routing out"
+            )
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-    def _refuse_if_unfit(self, request: GenerateRequest) -> None:
-        name, length, sampling = f"request {request.request_id}", len(request.prompt_ids_T), request.sampling
-        if self._version == NOT_SAMPLED:
-            raise RequestError(
-                f"{name} came before the first weights: its tokens would carry no version",
-                remedy="commit a version first: weights are published before the first rollout",
-            )
-        if request.request_id in self._known:
-            raise RequestError(f"{name} is already in the engine", remedy="give every request an id of its own")
-        if length == 0:
-            raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")
-        if length + sampling.max_new_tokens > self._max_context:
-            raise RequestError(
-                f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
-                f"exceed max_context={self._max_context}",
-                remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
-            )
-        self._refuse_sampling(name, sampling)
-        self._refuse_ids(f"{name}: prompt", request.prompt_ids_T.tolist())
-        self._refuse_ids(f"{name}: stop_ids", sampling.stop_ids)
-
-    def _refuse_sampling(self, name: str, sampling: Sampling) -> None:
-        if sampling.max_new_tokens < 1:
-            raise RequestError(f"{name}: max_new_tokens={sampling.max_new_tokens}", remedy="ask for at least one token")
-        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-            raise RequestError(
-                f"{name}: temperature={sampling.temperature} is not a number >= 0",
-                remedy="set temperature > 0, or 0 for the most likely token",
-            )
-
-    def _refuse_ids(self, name: str, ids: Iterable[int]) -> None:
-        outside = [token for token in ids if not 0 <= token < self._vocab_size]
-        if outside:
-            raise RequestError(
-                f"{name} holds token {outside[0]}, outside the vocabulary of {self._vocab_size}",
-                remedy="encode with the tokenizer of the engine's model",
-            )
-
-
-def _unborn_chunk(request: GenerateRequest) -> Chunk:
-    """The last chunk of a request that never joined."""
-    return Chunk(
-        request_id=request.request_id,
-        ids_T=np.zeros(0, np.int32),
-        logprobs_T=np.zeros(0, np.float32),
-        versions_T=np.zeros(0, np.int32),
-        stop_reason=StopReason.ABORTED,
-    )

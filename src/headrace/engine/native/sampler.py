@@ -1,22 +1,32 @@
-"""One token per row from its logits, each row with its own temperature and seed.
+"""One token per row from its logits, each row with its own temperature, truncation and seed.
 
-A draw depends on the request's seed and the token's position in its sequence, and on nothing else in the batch.
+A draw depends on the row's logits, the request's seed and the token's position, and on nothing else in the batch: every
+operation here works row by row, and a row's sums run in an order of its own.
 
-Shape legend: R rows, V vocabulary.
+Shape legend: R rows, V vocabulary, K the largest support, W candidates of a search, A rows that search,
+N blocks of B tokens, E survivors of all rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.types.recorded import KeptSets
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
+_WIDTHS = (64, 1024)
+"""Most likely tokens that are looked at first; few rows need more."""
+_BLOCK = 512
+"""Tokens that are summed at once where the vocabulary is large."""
+_BELOW_ONE = 1 - 2.0**-52
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +36,43 @@ class Draw:
     ids_R: Tensor
     """int64."""
     logprobs_R: Tensor
-    """Under the distribution that was sampled from, temperature included; float32. 0 where the choice was greedy."""
+    """Under the distribution that was sampled from: penalised, tempered, truncated, renormalised; float32. 0 where the
+    choice was greedy."""
     sound_R: Tensor
     """False where the logits held a NaN or +inf, or only −inf: the row's id and logprob mean nothing then."""
+    kept: KeptSets | None = None
+    """What each row's token was drawn from: an empty span where that was not asked for, was the whole vocabulary, or
+    where the row is not sound. ``None`` where all are empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How each row's distribution is truncated."""
+
+    top_k_R: Tensor
+    """int64; 0 for none."""
+    top_p_R: Tensor
+    """float64; 1 for none."""
+    min_p_R: Tensor
+    """float64; 0 for none."""
+
+    def take(self, places: Tensor) -> Self:
+        """Those of some rows."""
+        return type(self)(
+            top_k_R=self.top_k_R[places], top_p_R=self.top_p_R[places], min_p_R=self.min_p_R[places]
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """The tokens that can be drawn."""
+
+    ids_RK: Tensor
+    """Ascending; behind a row's last one stands the size of the vocabulary."""
+    sizes_R: Tensor
+    """How many they are."""
+    sound_R: Tensor
+    """False where the logits are those of no distribution."""
 
 
 def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
@@ -44,15 +88,146 @@ def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Dra
     greedy_R = temperatures_R == 0
     scaled_RV = logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None]
     top_R = scaled_RV.max(dim=-1)
-    shifted_RV = scaled_RV - top_R.values[:, None]
-    cdf_RV = shifted_RV.exp().cumsum(dim=-1, dtype=torch.float64)
-    total_R = cdf_RV[:, -1]
-    drawn_R = torch.searchsorted(cdf_RV, (uniforms_R * total_R)[:, None], right=True)[:, 0]
-    ids_R = torch.where(greedy_R, top_R.indices, drawn_R.clamp_(max=logits_RV.shape[1] - 1))
+    shifted_RV = scaled_RV.sub_(top_R.values[:, None])
+    drawn_R, total_R = _invert(shifted_RV.exp(), uniforms_R)
+    ids_R = torch.where(greedy_R, top_R.indices, drawn_R)
     logprobs_R = shifted_RV.gather(1, ids_R[:, None])[:, 0] - total_R.log().float()
     return Draw(
         ids_R=ids_R, logprobs_R=torch.where(greedy_R, 0.0, logprobs_R), sound_R=torch.isfinite(total_R)
     )  # fmt: skip
+
+
+def _invert(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The token at each row's uniform, and the row's sum. A large vocabulary is summed by blocks: first the block is
+    found, then the token in it."""
+    vocab_size = weights_RV.shape[1]
+    if vocab_size <= 2 * _BLOCK:
+        mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
+        total_R = mass_RV[:, -1]
+        return _first_above(mass_RV, uniforms_R * total_R), total_R
+    blocks_RNB = torch.nn.functional.pad(weights_RV, (0, -vocab_size % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    block_mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
+    mass_RN = block_mass_RN.cumsum(dim=-1)
+    total_R = mass_RN[:, -1]
+    wanted_R = uniforms_R * total_R
+    block_R1 = _first_above(mass_RN, wanted_R)[:, None]
+    before_R = (mass_RN.gather(1, block_R1) - block_mass_RN.gather(1, block_R1))[:, 0]
+    rows_R = torch.arange(len(weights_RV), device=weights_RV.device)
+    mass_RB = blocks_RNB[rows_R, block_R1[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    # rounding must not carry the uniform out of its block
+    inside_R = (wanted_R - before_R).clamp_(min=0.0).minimum(mass_RB[:, -1] * _BELOW_ONE)
+    return block_R1[:, 0] * _BLOCK + _first_above(mass_RB, inside_R), total_R
+
+
+def _first_above(mass_RV: Tensor, wanted_R: Tensor) -> Tensor:
+    return torch.searchsorted(mass_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=mass_RV.shape[1] - 1)
+
+
+def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor) -> Draw:
+    """Like :func:`sample` at temperature 1, but only tokens of the ``support`` can be drawn."""
+    vocab_size = scaled_RV.shape[1]
+    outside_RK = support.ids_RK == vocab_size
+    logits_RK = scaled_RV.gather(1, support.ids_RK.clamp(max=vocab_size - 1)).masked_fill_(outside_RK, -torch.inf)
+    draw = sample(logits_RK, torch.ones_like(logits_RK[:, 0]), uniforms_R)
+    ids_R = support.ids_RK.gather(1, draw.ids_R[:, None])[:, 0].clamp_(max=vocab_size - 1)
+    return Draw(ids_R=ids_R, logprobs_R=draw.logprobs_R, sound_R=support.sound_R)
+
+
+def find_support(scaled_RV: Tensor, limits: Limits) -> Support:
+    """The tokens that survive truncation of softmax(``scaled_RV``).
+
+    In the order of falling probability, equals by rising id, the survivors are the first n. ``top_k``: n ≤ top_k.
+    ``top_p``: n is the smallest number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left. ``min_p``:
+    each is at least ``min_p`` times as likely as the first. One always survives; none has probability 0. This is the
+    order top_k, top_p, min_p of transformers.
+
+    >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
+    >>> limits = Limits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
+    >>> find_support(scaled_RV, limits).ids_RK.tolist()
+    [[1, 2]]
+    """
+    vocab_size, device = scaled_RV.shape[1], scaled_RV.device
+    top_R = scaled_RV.amax(dim=-1)
+    sound_R = top_R.isfinite()
+    shifted_RV = (scaled_RV - top_R[:, None]).masked_fill_(~sound_R[:, None], 0.0)
+    total_R = _totals(shifted_RV, limits)
+    searching_A = torch.arange(len(scaled_RV), device=device)
+    found: list[tuple[Tensor, Tensor]] = []
+    for width in _WIDTHS:
+        if width * 16 > vocab_size:
+            break
+        settled_A, ids_AW = _among_likeliest(
+            shifted_RV[searching_A], width, limits.take(searching_A), total_R[searching_A]
+        )
+        found.append((searching_A[settled_A], ids_AW[settled_A]))
+        searching_A = searching_A[~settled_A]
+    if len(searching_A):
+        ids_AK = _among_all(shifted_RV[searching_A], limits.take(searching_A), total_R[searching_A])
+        found.append((searching_A, ids_AK))
+    ids_RK = torch.full((len(scaled_RV), max(ids.shape[1] for _, ids in found)), vocab_size, device=device)
+    for rows, ids in found:
+        ids_RK[rows, : ids.shape[1]] = ids
+    sizes_R = (ids_RK < vocab_size).sum(dim=-1)
+    return Support(ids_RK=ids_RK[:, : int(sizes_R.max())], sizes_R=sizes_R, sound_R=sound_R)
+
+
+def _totals(shifted_RV: Tensor, limits: Limits) -> Tensor:
+    """The mass of each row's whole vocabulary, where ``top_p`` needs it; 0 elsewhere."""
+    total_R = torch.zeros(len(shifted_RV), dtype=torch.float64, device=shifted_RV.device)
+    rows = ((limits.top_p_R < 1) & (limits.top_k_R == 0)).nonzero()[:, 0]
+    weights_AV = shifted_RV[rows].exp_()
+    padded_AV = torch.nn.functional.pad(weights_AV, (0, -weights_AV.shape[1] % _BLOCK))
+    # one sum over a row that stands alone would run in another order; a cumulative one does not
+    blocks_AN = padded_AV.unflatten(1, (-1, _BLOCK)).sum(dim=-1, dtype=torch.float64)
+    total_R[rows] = blocks_AN.cumsum(dim=-1)[:, -1]
+    return total_R
+
+
+def _among_likeliest(shifted_AV: Tensor, width: int, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor]:
+    """Search the ``width`` most likely tokens: whether all survivors are known to be among them, and their ids."""
+    top = shifted_AV.topk(width, dim=-1)
+    by_id = top.indices.sort(dim=-1)
+    by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
+    sizes_A, last_A = _survivors(by_value.values, limits, total_A)
+    settled_A = ((limits.top_k_R <= width) | (limits.top_p_R >= 1)) & (by_value.values[:, -1] < last_A)
+    beyond_AW = torch.arange(width, device=sizes_A.device) >= sizes_A[:, None]
+    ids_AW = by_id.values.gather(1, by_value.indices).masked_fill_(beyond_AW, shifted_AV.shape[1])
+    return settled_A, ids_AW.sort(dim=-1).values
+
+
+def _among_all(shifted_AV: Tensor, limits: Limits, total_A: Tensor) -> Tensor:
+    """The ids of the survivors, wherever they are."""
+    vocab_size = shifted_AV.shape[1]
+    if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
+        falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
+    else:
+        falling_AV = shifted_AV.sort(dim=-1, descending=True).values
+    sizes_A, last_A = _survivors(falling_AV, limits, total_A)
+    above_AV = shifted_AV > last_A[:, None]
+    level_AV = shifted_AV == last_A[:, None]
+    wanted_A = sizes_A - above_AV.sum(dim=-1)
+    split = (level_AV.sum(dim=-1) > wanted_A).nonzero()[:, 0]
+    level_AV[split] &= level_AV[split].cumsum(dim=-1) <= wanted_A[split, None]
+    rows_E, ids_E = (above_AV | level_AV).nonzero(as_tuple=True)
+    starts_A = sizes_A.cumsum(dim=0) - sizes_A
+    ids_AK = torch.full((len(shifted_AV), int(sizes_A.max())), vocab_size, device=shifted_AV.device)
+    ids_AK[rows_E, torch.arange(len(ids_E), device=ids_E.device) - starts_A[rows_E]] = ids_E
+    return ids_AK
+
+
+def _survivors(values_AW: Tensor, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of the W most likely tokens survive, and the value of the last of them."""
+    width = values_AW.shape[1]
+    weights_AW = values_AW.exp().double()
+    mass_AW = weights_AW.cumsum(dim=-1)
+    limited_A = limits.top_k_R > 0
+    sizes_A = torch.where(limited_A, limits.top_k_R, width).clamp_(max=width)
+    base_A = torch.where(limited_A, mass_AW.gather(1, sizes_A[:, None] - 1)[:, 0], total_A)
+    nucleus_A = (mass_AW < (limits.top_p_R * base_A)[:, None]).sum(dim=-1) + 1
+    sizes_A = torch.where(limits.top_p_R < 1, torch.minimum(sizes_A, nucleus_A), sizes_A)
+    likely_A = ((weights_AW >= limits.min_p_R[:, None]) & (weights_AW > 0)).sum(dim=-1)
+    sizes_A = torch.minimum(sizes_A, likely_A)
+    return sizes_A, values_AW.gather(1, sizes_A[:, None] - 1)[:, 0]
 
 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

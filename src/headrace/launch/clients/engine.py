@@ -7,17 +7,17 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from headrace.engine import TokenChunk
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import RequestError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Staged
-from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Stage
+from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
+from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Score, Stage
 from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.trace import Span
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 class EngineClient(Peer):
@@ -39,11 +39,23 @@ class EngineClient(Peer):
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
 
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         request_id = next(self._request_ids)
         stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
         self._streams[request_id] = stream
-        self._send_soon(GenerateRequest(request_id=request_id, prompt_ids_T=prompt_ids_T, sampling=sampling))
+        self._send_soon(
+            GenerateRequest(
+                request_id=request_id,
+                prompt_ids_T=prompt_ids_T,
+                sampling=sampling,
+                priority=options.priority,
+                deadline_s=options.deadline_s,
+                fork=options.fork,
+                pinned=options.pinned,
+            )
+        )
         ended = False
         try:
             while not ended:
@@ -64,11 +76,33 @@ class EngineClient(Peer):
         self.send(Stage(call=call, update=update))
         return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
 
-    async def commit(self, version: int) -> SwapReport:
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         call = self.next_call()
         committed = self.expect(call, Committed)
-        self.send(Commit(call=call, version=version))
+        self.send(Commit(call=call, version=version, mode=mode))
         return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+
+    async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        call = self.next_call()
+        scored = self.expect(call, ScoresAre)
+        self.send(
+            Score(
+                call=call, ids_T=tokens.ids_T, temperature=temperature, kept=tokens.kept, routing=tokens.routing
+            )
+        )  # fmt: skip
+        return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
+
+    async def pause(self, *, release: bool = False) -> None:
+        call = self.next_call()
+        paused = self.expect(call, Paused)
+        self.send(Pause(call=call, release=release))
+        await self.answer(paused, "pause", self._deadline_s)
+
+    async def resume(self) -> None:
+        call = self.next_call()
+        resumed = self.expect(call, Paused)
+        self.send(Resume(call=call))
+        await self.answer(resumed, "resume", self._deadline_s)
 
     def stats(self) -> EngineStats:
         return self._stats
@@ -80,8 +114,11 @@ class EngineClient(Peer):
         self._stats = message.stats
         for chunk in message.chunks:
             stream = self._streams.get(chunk.request_id)
-            if stream is not None:  # else its reader has left
-                stream.put_nowait(chunk)
+            if stream is None:  # its reader has left
+                continue
+            while chunk.restarted and not stream.empty():  # tokens that are to be forgotten
+                stream.get_nowait()
+            stream.put_nowait(chunk)
 
     def _send_soon(self, request: GenerateRequest) -> None:
         """All requests of one turn of the event loop travel in one message, so they join the batch together."""
@@ -111,6 +148,7 @@ def _token_chunk(chunk: Chunk) -> TokenChunk:
             kept=chunk.kept,
             routing=chunk.routing,
         ),
+        request_id=chunk.request_id,
         prompt_routing=chunk.prompt_routing,
         restarted=chunk.restarted,
         stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,

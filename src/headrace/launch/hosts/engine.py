@@ -1,8 +1,12 @@
-"""The engine's process: a plain synchronous step loop. Between two steps it reads its orders; staging has a thread."""
+"""The engine's process: a plain synchronous step loop. Between two steps it reads its orders; staging has a thread.
+
+A commit is answered when it has happened: some modes let sequences finish first.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,16 +17,36 @@ from headrace.clock import RealClock
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.native import NativeEngine
 from headrace.environ import run_token
-from headrace.errors import ConfigError, HeadraceError, RequestError
+from headrace.errors import ConfigError, HeadraceError, ModelError, RequestError
 from headrace.launch.channel import PartChannel
 from headrace.launch.heap import settled_heap
 from headrace.launch.starts import EngineStart
 from headrace.models.config import ModelConfig
-from headrace.models.load import load_model
+from headrace.models.load import load_model, load_tokenizer
 from headrace.models.weights import weight_tensors
 from headrace.sync.shm import ShmPublisher, ShmReceiver
-from headrace.types.messages.controller import Chunk, Chunks, Committed, Failure, Ready, Staged
-from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, Shutdown, Stage
+from headrace.types.messages.controller import (
+    Chunk,
+    Chunks,
+    Committed,
+    Failure,
+    Paused,
+    Ready,
+    ScoresAre,
+    Staged,
+)
+from headrace.types.messages.engine import (
+    Abort,
+    Commit,
+    Generate,
+    GenerateRequest,
+    Message,
+    Pause,
+    Resume,
+    Score,
+    Shutdown,
+    Stage,
+)
 from headrace.types.trace import Span
 
 IDLE_S = 0.5
@@ -39,7 +63,12 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     config = EngineConfig.model_validate(start.engine)
     try:
         core = NativeEngine(
-            model, config, max_context=start.max_context, receiver=ShmReceiver(tensors), clock=RealClock()
+            model,
+            config,
+            max_context=start.max_context,
+            receiver=ShmReceiver(tensors),
+            clock=RealClock(),
+            decode=_decoder(start.model["path"]),
         )
     except MemoryError as error:
         raise ConfigError(
@@ -52,8 +81,9 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
         core.commit(0)
+        core.take_swaps()
         publisher.close()
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"threads": start.num_threads}))
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"threads": start.num_threads, **core.facts()}))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
         EngineHost(core, channel, stager).serve()
 
@@ -66,6 +96,8 @@ class EngineHost:
         self._channel = channel
         self._stager = stager
         self._clock = RealClock()
+        self._commits: dict[int, int] = {}
+        """The call that asked for each version that is not in use yet."""
         self._busy_since: float | None = None
         self._reported_s = 0.0
 
@@ -83,6 +115,7 @@ class EngineHost:
                     self._busy_since = self._clock.now()
                 chunks += self._core.step()
             self._report(chunks)
+            self._answer_commits()
 
     def _obey(self, message: Message) -> list[Chunk]:
         match message:
@@ -94,6 +127,14 @@ class EngineHost:
                 self._stager.submit(self._stage, message)
             case Commit():
                 self._commit(message)
+            case Score():
+                self._score(message)
+            case Pause(call=call, release=release):
+                self._core.pause(release=release)
+                self._channel.send(Paused(call=call))
+            case Resume(call=call):
+                self._core.resume()
+                self._channel.send(Paused(call=call))
         return []
 
     def _add(self, request: GenerateRequest) -> list[Chunk]:
@@ -127,12 +168,25 @@ class EngineHost:
 
     def _commit(self, message: Commit) -> None:
         try:
-            report = self._core.commit(message.version)
+            self._core.commit(message.version, message.mode)
         except HeadraceError as error:
             self._channel.send(_failure(message.call, error))
         else:
-            self._channel.send(Committed(call=message.call, report=report))
+            self._commits[message.version] = message.call
+            self._answer_commits()
+
+    def _answer_commits(self) -> None:
+        for report in self._core.take_swaps():
+            self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
             self._report([], now=True)
+
+    def _score(self, message: Score) -> None:
+        try:
+            logprobs_T = self._core.score(message)
+        except HeadraceError as error:
+            self._channel.send(_failure(message.call, error))
+        else:
+            self._channel.send(ScoresAre(call=message.call, logprobs_T=logprobs_T))
 
     def _report(self, chunks: list[Chunk], *, now: bool = False) -> None:
         """Send chunks at once; counters and spans with them, or after a while, or when the work is done."""
@@ -151,3 +205,12 @@ class EngineHost:
 
 def _failure(call: int, error: HeadraceError) -> Failure:
     return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)
+
+
+def _decoder(path: str) -> Callable[[list[int]], str] | None:
+    """The text of ids as it is, for stop strings; ``None`` for a directory without a tokenizer."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except ModelError:
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -1,0 +1,118 @@
+"""``headrace serve``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from headrace.cli.output import console, readable
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.engine.server.run import Loaded
+
+TOKEN_VARIABLE = "HEADRACE_SERVE_TOKEN"
+
+
+def serve(
+    model: Path = typer.Argument(help="Directory of a Hugging Face causal language model.", metavar="MODEL_DIR"),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback needs a token."),
+    port: int = typer.Option(8000, help="Port to listen on; 0 for a free one."),
+    token: str = typer.Option(
+        "", envvar=TOKEN_VARIABLE, help="What callers must send as 'Authorization: Bearer TOKEN'.", show_default=False
+    ),
+    token_file: Path | None = typer.Option(None, help="A file that holds the token."),
+    device: str = typer.Option("", help="cpu, cuda or cuda:N; unset: cuda where there is one.", show_default=False),
+    overrides: list[str] = typer.Option(
+        [], "--set", metavar="KEY=VALUE", help="A setting of model, engine or serve (repeat)."
+    ),
+) -> None:
+    """Serve a model over HTTP, in the protocol of OpenAI's completions and chat completions."""
+    from headrace.clock import RealClock
+    from headrace.config import merge, parse_override, validate
+    from headrace.engine.server.config import ServeConfig
+
+    given: dict[str, Any] = {
+        "model": {"path": str(model.expanduser().resolve())},
+        # a reader of a stream waits for each token
+        "engine": {"flush_tokens": 1},
+        "serve": {"host": host, "port": port},
+    }
+    config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
+    secret = _token(token, token_file)
+    _refuse_no_model(config.model.path)
+
+    from headrace.engine.server.load import load
+    from headrace.engine.server.run import Events, serve
+    from headrace.launch.heap import settled_heap
+
+    clock, out = RealClock(), console()
+
+    def listening(url: str) -> None:
+        out.print(f"listening on {url}; loading {readable(config.model.path)} ...")
+
+    def serving(url: str, loaded: Loaded) -> None:
+        _say_serving(url, loaded, with_token=bool(secret))
+
+    with settled_heap():
+        where = device or _best_device()
+        serve(
+            config.serve,
+            secret,
+            lambda: load(config, device=where, clock=clock),
+            clock=clock,
+            events=Events(listening=listening, serving=serving),
+        )
+
+
+def _token(given: str, file: Path | None) -> str:
+    """The secret; empty for none."""
+    if file is None:
+        return given.strip()
+    try:
+        secret = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--token-file {file} cannot be read: {error}", remedy="give a file that holds the token"
+        ) from None
+    if not secret:
+        raise ConfigError(f"--token-file {file} is empty", remedy="write the token into it")
+    return secret
+
+
+def _refuse_no_model(path: str) -> None:
+    """What can be told before torch is imported is told at once."""
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"there is no directory {path}",
+            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors",
+        )
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
+    stats, out = loaded.core.stats(), console()
+    cache = f"{stats.cache_bytes / 2**20:,.0f} MiB, {stats.cache_blocks:,} blocks" if stats.cache_bytes else "dense"
+    chat = loaded.words.has_template
+    route, body = (
+        ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}]')
+        if chat
+        else ("completions", '"prompt": "Hello"')
+    )
+    header = f" -H 'Authorization: Bearer ${TOKEN_VARIABLE}'".replace("'", '"') if with_token else ""
+    name = readable(loaded.name)
+    out.print(f"serving    {name} at {url}/v1")
+    out.print(f"context    {loaded.max_context:,} tokens")
+    out.print(f"cache      {cache}")
+    out.print(f"chat       {'yes' if chat else 'no: the tokenizer has no chat template'}")
+    out.print(f"token      {'needed' if with_token else 'none: only this machine may call'}")
+    out.print(f"""call it    curl {url}/v1/{route} -H "Content-Type: application/json"{header} \\""")
+    out.print(f"""             -d '{{"model": "{name}", {body}, "max_tokens": 32}}'""")
+    out.print("end it     Ctrl-C")

@@ -1,0 +1,306 @@
+"""How each running sequence wants its tokens drawn: columns of numbers, one row per sequence, no gaps between rows.
+
+The order, per row: ``logit_bias`` is added; then the repetition penalty (tokens of prompt or answer), then frequency
+and presence penalties (tokens of the answer); then division by the temperature; then truncation by ``top_k``,
+``top_p`` and ``min_p`` (see :func:`~headrace.engine.native.sampler.find_support`); what is left is renormalised and
+drawn from. The recorded logprob is that of this last distribution. Greedy rows (temperature 0) take the first most
+likely token after bias and penalties: it was certain, so its logprob is 0 and its kept-set is itself.
+
+Rows that ask for nothing but a temperature cost what they would cost alone.
+
+Shape legend: R rows, V vocabulary, D rows that draw in this step, U ids whose logits a row changes, A rows that do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headrace.engine.native.sampler import Draw, Limits, find_support, sample, sample_from, seed_key, uniforms
+from headrace.types.columns import IntColumn
+from headrace.types.recorded import KeptSets
+from headrace.types.sampling import Sampling
+
+Index = npt.NDArray[np.int64]
+MAX_STOP_STRINGS = 64
+"""Most stop strings of one request."""
+_FEWEST_COLUMNS = 64
+
+
+def problem(sampling: Sampling, vocab_size: int) -> str:
+    """Why ``sampling`` cannot be done, in words; empty if it can.
+
+    >>> problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
+    'top_p=0.0 is not in (0, 1]'
+    """
+    return next(_problems(sampling, vocab_size), "")
+
+
+def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
+    if sampling.max_new_tokens < 1:
+        yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
+    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            yield f"{name}={getattr(sampling, name)} is not a finite number"
+    if sampling.temperature < 0:
+        yield f"temperature={sampling.temperature} is not >= 0 (0 takes the most likely token)"
+    if sampling.repetition_penalty <= 0:
+        yield f"repetition_penalty={sampling.repetition_penalty} is not > 0"
+    if sampling.top_k < 0:
+        yield f"top_k={sampling.top_k} is not >= 0 (0 for all tokens)"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p={sampling.top_p} is not in (0, 1]"
+    if not 0 <= sampling.min_p <= 1:
+        yield f"min_p={sampling.min_p} is not in [0, 1]"
+    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_ids", sampling.stop_ids)):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            yield f"{name} holds token {outside[0]}, outside the vocabulary of {vocab_size}"
+    unsound = [token for token, bias in sampling.logit_bias.items() if not math.isfinite(bias)]
+    if unsound:
+        yield f"logit_bias of token {unsound[0]} is {sampling.logit_bias[unsound[0]]}, not a finite number"
+    if "" in sampling.stop:
+        yield "stop holds an empty string"
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        yield f"stop holds {len(sampling.stop)} strings, more than {MAX_STOP_STRINGS}"
+
+
+class Controls:
+    """The columns. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` keep it so."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._count = 0
+        self._temperatures_R = np.ones(num_rows, np.float32)
+        self._keys_R = np.zeros(num_rows, np.uint64)
+        self._top_k_R = np.zeros(num_rows, np.int64)
+        self._top_p_R = np.ones(num_rows, np.float64)
+        self._min_p_R = np.zeros(num_rows, np.float64)
+        self._truncated_R = np.zeros(num_rows, bool)
+        self._recorded_R = np.zeros(num_rows, bool)
+        self._changes = Changes(num_rows, device)
+        self._plain = True
+
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """A sequence takes ``row``, the first one not in use; ``answer_ids_T`` is what it has sampled before (a fork, a
+        preempted one)."""
+        greedy = sampling.temperature == 0
+        certain = greedy and sampling.record_kept
+        self._keys_R[row] = seed_key(sampling.seed)
+        # a greedy row whose kept-set is asked for is one with a single survivor
+        self._temperatures_R[row] = 1.0 if certain else sampling.temperature
+        self._top_k_R[row] = 1 if certain else sampling.top_k
+        self._top_p_R[row] = 1.0 if greedy else sampling.top_p
+        self._min_p_R[row] = 0.0 if greedy else sampling.min_p
+        self._truncated_R[row] = certain or (sampling.truncated and not greedy)
+        self._recorded_R[row] = sampling.record_kept and self._truncated_R[row]
+        self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
+        self._resize(row + 1)
+
+    def move(self, sources: Index, targets: Index, count: int) -> None:
+        """Rows have left: those of ``sources`` take the places of ``targets``; ``count`` are in use now."""
+        for column in (
+            self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
+            self._recorded_R,
+        ):  # fmt: skip
+            column[targets] = column[sources]
+        self._changes.move(sources, targets)
+        self._resize(count)
+
+    def draw(self, logits_DV: Tensor, positions_D: Index, rows_D: Index | None = None) -> Draw:
+        """One token for each of ``rows_D`` (unset: all rows in use, in order), which will stand at ``positions_D`` of
+        its sequence. Follow it with :meth:`append`."""
+        rows = np.arange(self._count) if rows_D is None else rows_D
+        draws_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
+        temperatures_D = self._tensor(self._temperatures_R[rows])
+        if self._plain:
+            return sample(logits_DV, temperatures_D, draws_D)
+        logits_DV = self._changes.apply(logits_DV, rows)
+        cut = np.flatnonzero(self._truncated_R[rows])
+        if not len(cut):
+            return sample(logits_DV, temperatures_D, draws_D)
+        if len(cut) == len(rows):
+            return self._draw_truncated(logits_DV, temperatures_D, draws_D, rows)
+        places = self._tensor(cut)
+        ours = self._draw_truncated(logits_DV[places], temperatures_D[places], draws_D[places], rows[cut])
+        rest = np.flatnonzero(~self._truncated_R[rows])
+        others_at = self._tensor(rest)
+        others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at])
+        return _interleave(ours, others, np.concatenate([cut, rest]))
+
+    def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
+        """These were drawn: they count for the penalties of the next draw."""
+        if not self._plain:
+            self._changes.append(ids_D, np.arange(self._count) if rows_D is None else rows_D)
+
+    def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
+        scaled_DV = logits_DV.float() / temperatures_D[:, None]
+        limits = Limits(
+            top_k_R=self._tensor(self._top_k_R[rows]),
+            top_p_R=self._tensor(self._top_p_R[rows]),
+            min_p_R=self._tensor(self._min_p_R[rows]),
+        )
+        support = find_support(scaled_DV, limits)
+        draw = sample_from(scaled_DV, support, draws_D)
+        recorded_D = self._recorded_R[rows]
+        if not recorded_D.any():
+            return draw
+        recorded_D &= draw.sound_R.cpu().numpy()
+        sizes_D = np.where(recorded_D, support.sizes_R.cpu().numpy(), 0).astype(np.int32)
+        ids_DK = support.ids_RK.cpu().numpy()
+        kept = KeptSets(
+            ids_E=ids_DK[np.arange(ids_DK.shape[1]) < sizes_D[:, None]].astype(np.int32), sizes_T=sizes_D
+        )  # fmt: skip
+        return dataclasses.replace(draw, kept=kept)
+
+    def _resize(self, count: int) -> None:
+        self._count = count
+        self._plain = not (self._truncated_R[:count].any() or self._changes.any(count))
+
+    def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+class Changes:
+    """What bias and penalties do to a row's logits, as far as a logit is changed at all: the ids of the bias, the
+    prompt and the answer, each once, in columns that grow."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._changing_R = np.zeros(num_rows, bool)
+        self._growing_R = np.zeros(num_rows, bool)
+        self._most_R = np.zeros(num_rows, np.int64)
+        """Columns that may be in use: known without asking the device."""
+        self._used_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._repetition_R = torch.ones(num_rows, device=device)
+        self._presence_R = torch.zeros(num_rows, device=device)
+        self._frequency_R = torch.zeros(num_rows, device=device)
+        self._ids_RU = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
+        self._bias_RU = torch.zeros(num_rows, 0, device=device)
+        self._seen_RU = torch.zeros(num_rows, 0, dtype=torch.bool, device=device)
+        """In prompt or answer."""
+        self._counts_RU = torch.zeros(num_rows, 0, device=device)
+        """Times in the answer."""
+
+    def any(self, count: int) -> bool:
+        """Whether any of the first ``count`` rows changes a logit."""
+        return bool(self._changing_R[:count].any())
+
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        penalised = _penalised(sampling)
+        self._growing_R[row] = penalised
+        self._changing_R[row] = penalised or bool(sampling.logit_bias)
+        self._used_R[row] = 0
+        if not self._changing_R[row]:
+            return
+        self._repetition_R[row] = sampling.repetition_penalty
+        self._presence_R[row] = sampling.presence_penalty
+        self._frequency_R[row] = sampling.frequency_penalty
+        told = (prompt_ids_T, answer_ids_T) if penalised else ()
+        said = np.concatenate([np.zeros(0, np.int64), *told])
+        ids_U = np.union1d(said, np.fromiter(sampling.logit_bias, np.int64)).astype(np.int64)
+        counts_U = np.zeros(len(ids_U), np.float32)
+        if penalised:
+            np.add.at(counts_U, np.searchsorted(ids_U, answer_ids_T), 1)
+        bias_U = np.array([sampling.logit_bias.get(token, 0.0) for token in ids_U.tolist()], np.float32)
+        self._widen(len(ids_U))
+        used = len(ids_U)
+        self._ids_RU[row, :used] = torch.from_numpy(ids_U)
+        self._bias_RU[row, :used] = torch.from_numpy(bias_U)
+        self._seen_RU[row, :used] = torch.from_numpy(np.isin(ids_U, said))
+        self._counts_RU[row, :used] = torch.from_numpy(counts_U)
+        self._used_R[row] = self._most_R[row] = used
+
+    def move(self, sources: Index, targets: Index) -> None:
+        if not self._changing_R[np.concatenate([sources, targets])].any():
+            return
+        self._changing_R[targets] = self._changing_R[sources]
+        self._growing_R[targets] = self._growing_R[sources]
+        self._most_R[targets] = self._most_R[sources]
+        come, to = self._index(sources), self._index(targets)
+        for column in (
+            self._used_R, self._repetition_R, self._presence_R, self._frequency_R, self._ids_RU, self._bias_RU,
+            self._seen_RU, self._counts_RU,
+        ):  # fmt: skip
+            column[to] = column[come]
+
+    def apply(self, logits_DV: Tensor, rows: Index) -> Tensor:
+        """The logits after bias and penalties; ``logits_DV`` stays as it is."""
+        places = np.flatnonzero(self._changing_R[rows])
+        if not len(places):
+            return logits_DV
+        at, rows_A = self._index(places), self._index(rows[places])
+        ids_AU = self._ids_RU[rows_A]
+        counts_AU, seen_AU = self._counts_RU[rows_A], self._seen_RU[rows_A]
+        changed_DV = logits_DV.float() if logits_DV.dtype != torch.float32 else logits_DV.clone()
+        values_AU = changed_DV[at[:, None], ids_AU] + self._bias_RU[rows_A]
+        penalty_A1 = self._repetition_R[rows_A, None]
+        repeated_AU = torch.where(values_AU > 0, values_AU / penalty_A1, values_AU * penalty_A1)
+        values_AU = torch.where(seen_AU, repeated_AU, values_AU)
+        values_AU -= counts_AU * self._frequency_R[rows_A, None]
+        values_AU -= (counts_AU > 0) * self._presence_R[rows_A, None]
+        # unused columns write what the first column writes
+        unused_AU = self._columns() >= self._used_R[rows_A, None]
+        ids_AU = torch.where(unused_AU, ids_AU[:, :1], ids_AU)
+        values_AU = torch.where(unused_AU, values_AU[:, :1], values_AU)
+        changed_DV[at[:, None], ids_AU] = values_AU
+        return changed_DV
+
+    def append(self, ids_D: Tensor, rows: Index) -> None:
+        """Count the drawn tokens of the penalised rows."""
+        places = np.flatnonzero(self._growing_R[rows])
+        if not len(places):
+            return
+        if int(self._most_R[rows[places]].max()) == self._ids_RU.shape[1]:
+            self._widen(self._ids_RU.shape[1] + 1)
+        self._most_R[rows[places]] += 1
+        rows_A, new_A = self._index(rows[places]), ids_D[self._index(places)]
+        used_A = self._used_R[rows_A]
+        columns = self._columns()
+        same_AU = (self._ids_RU[rows_A] == new_A[:, None]) & (columns < used_A[:, None])
+        known_A = same_AU.any(dim=1)
+        column_A = torch.where(known_A, same_AU.int().argmax(dim=1), used_A)
+        self._ids_RU[rows_A, column_A] = new_A
+        self._seen_RU[rows_A, column_A] = True
+        self._bias_RU[rows_A, column_A] *= known_A
+        self._counts_RU[rows_A, column_A] = torch.where(known_A, self._counts_RU[rows_A, column_A], 0.0) + 1
+        self._used_R[rows_A] = used_A + ~known_A
+
+    def _widen(self, width: int) -> None:
+        missing = width - self._ids_RU.shape[1]
+        if missing <= 0:
+            return
+        more = (0, max(missing, _FEWEST_COLUMNS, self._ids_RU.shape[1]))
+        pad = torch.nn.functional.pad
+        self._ids_RU, self._bias_RU = pad(self._ids_RU, more), pad(self._bias_RU, more)
+        self._seen_RU, self._counts_RU = pad(self._seen_RU, more), pad(self._counts_RU, more)
+
+    def _columns(self) -> Tensor:
+        return torch.arange(self._ids_RU.shape[1], device=self._ids_RU.device)
+
+    def _index(self, places: Index) -> Tensor:
+        return torch.from_numpy(places).to(self._ids_RU.device)
+
+
+def _penalised(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def _interleave(first: Draw, second: Draw, places_D: Index) -> Draw:
+    """Two draws as one, whose rows ``places_D`` names; ``second`` has no kept-sets."""
+    order = np.argsort(places_D)
+    back = torch.from_numpy(order).to(first.ids_R.device)
+    kept = first.kept
+    if kept is not None:
+        kept = KeptSets.concat([kept, KeptSets.none(len(second.ids_R))]).take(order)
+    return Draw(
+        ids_R=torch.cat([first.ids_R, second.ids_R])[back],
+        logprobs_R=torch.cat([first.logprobs_R, second.logprobs_R])[back],
+        sound_R=torch.cat([first.sound_R, second.sound_R])[back],
+        kept=kept,
+    )

@@ -1,0 +1,181 @@
+"""Which requests an engine takes, and what they begin with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.engine.native import controls
+from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.rows import Rows
+from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.errors import RequestError
+from headrace.models.paged.base import BLOCK
+from headrace.types.columns import IntColumn
+from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
+from headrace.types.versions import NOT_SAMPLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What no request may exceed."""
+
+    vocab_size: int
+    """Ids run from 0 to one below it."""
+    max_context: int
+    """Tokens of prompt and answer."""
+    num_blocks: int
+    """Of the whole cache."""
+    max_waiting: int
+    """Requests in the queue."""
+    stop_strings: bool
+    """Whether the engine can decode, so as to find them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Past:
+    """A sequence that can be forked."""
+
+    ids_T: IntColumn
+    num_given: int
+    """Of these, how many it did not sample."""
+    num_prompt: int
+    """And how many nobody sampled."""
+    version: int
+    """Of its cached context; ``NOT_SAMPLED`` if there is none."""
+
+
+class Intake:
+    """The door, and the memory of those who left through it. ``fork_memory`` of them are remembered."""
+
+    def __init__(self, bounds: Bounds, rows: Rows, fork_memory: int) -> None:
+        self._bounds = bounds
+        self._rows = rows
+        self._fork_memory = fork_memory
+        self._ended: OrderedDict[int, _Past] = OrderedDict()
+        self._arrivals = 0
+        self.known: dict[int, Sequence] = {}
+        """Every sequence that has not ended, by its request."""
+
+    def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
+        """The sequence of ``request``. Raises :class:`~headrace.errors.RequestError`; nothing has changed then."""
+        name = f"request {request.request_id}"
+        if version == NOT_SAMPLED:
+            raise RequestError(
+                f"{name} came before the first weights: its tokens would carry no version",
+                remedy="commit a version first: weights are published before the first rollout",
+            )
+        if request.request_id in self.known:
+            raise RequestError(f"{name} is already in the engine", remedy="give every request an id of its own")
+        if num_waiting >= self._bounds.max_waiting:
+            raise RequestError(
+                f"{name} would be the {num_waiting + 1}th that waits, more than engine.max_waiting="
+                f"{self._bounds.max_waiting}",
+                remedy="ask again later, or raise engine.max_waiting",
+            )
+        sequence = self._sequence(request, name, version, now_s)
+        self._refuse_if_unfit(name, sequence)
+        self._arrivals += 1
+        self.known[request.request_id] = sequence
+        return sequence
+
+    def ended(self, sequence: Sequence) -> None:
+        """``sequence`` is about to leave for good."""
+        del self.known[sequence.request.request_id]
+        if self._fork_memory:
+            self._ended[sequence.request.request_id] = self._past(sequence)
+            self._ended.move_to_end(sequence.request.request_id)
+            if len(self._ended) > self._fork_memory:
+                self._ended.popitem(last=False)
+
+    def _sequence(self, request: GenerateRequest, name: str, version: int, now_s: float) -> Sequence:
+        fork = request.fork
+        if fork is None:
+            given = np.asarray(request.prompt_ids_T, np.int32)
+            num_prompt, parent = len(given), None
+        else:
+            past = self._fork_point(request, fork, name, version)
+            given, num_prompt = past.ids_T[: past.num_given + fork.at].copy(), past.num_prompt
+            parent = self.known.get(fork.parent)
+        return Sequence(
+            request=request,
+            given_ids_T=given,
+            num_prompt=num_prompt,
+            arrival=self._arrivals,
+            deadline_s=np.inf if request.deadline_s is None else now_s + request.deadline_s,
+            parent=parent,
+            reuses=fork is not None and fork.stale is StaleFork.REUSE,
+        )
+
+    def _fork_point(self, request: GenerateRequest, fork: Fork, name: str, version: int) -> _Past:
+        live = self.known.get(fork.parent)
+        past = self._ended.get(fork.parent) if live is None else self._past(live)
+        if past is None:
+            raise RequestError(
+                f"{name} forks request {fork.parent}, which is neither running nor among the last "
+                f"{self._fork_memory} that ended",
+                remedy="raise engine.fork_memory, or send its tokens as a prompt",
+            )
+        if len(request.prompt_ids_T):
+            raise RequestError(
+                f"{name} is a fork and has a prompt of {len(request.prompt_ids_T)} tokens of its own",
+                remedy="leave the prompt of a fork empty: it begins with its parent's tokens",
+            )
+        num_sampled = len(past.ids_T) - past.num_given
+        if not 0 <= fork.at <= num_sampled:
+            raise RequestError(
+                f"{name} forks request {fork.parent} at={fork.at}, but that one has sampled {num_sampled} tokens",
+                remedy=f"set at to a number from 0 to {num_sampled}",
+            )
+        if fork.stale is StaleFork.REFUSE and past.version not in (version, NOT_SAMPLED):
+            raise RequestError(
+                f"{name} forks request {fork.parent}, whose cache is not of version {version}, which is in use now",
+                remedy="set stale to 'recompute' or 'reuse'",
+            )
+        return past
+
+    def _past(self, sequence: Sequence) -> _Past:
+        waits = sequence.row == NO_ROW
+        return _Past(
+            ids_T=sequence.ids() if waits else self._rows.ids_of(sequence.row).copy(),
+            num_given=len(sequence.given_ids_T),
+            num_prompt=sequence.num_prompt,
+            version=NOT_SAMPLED if waits else sequence.chain.version,
+        )
+
+    def _refuse_if_unfit(self, name: str, sequence: Sequence) -> None:
+        length, sampling, bounds = len(sequence.given_ids_T), sequence.request.sampling, self._bounds
+        if length == 0:
+            raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")
+        wrong = controls.problem(sampling, bounds.vocab_size)
+        if wrong:
+            raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
+        if sampling.stop and not bounds.stop_strings:
+            raise RequestError(
+                f"{name}: stop={sampling.stop}, but this engine has no tokenizer",
+                remedy="give stop_ids, or give the engine a decode function",
+            )
+        if sequence.longest > bounds.max_context:
+            raise RequestError(
+                f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
+                f"exceed max_context={bounds.max_context}",
+                remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
+            )
+        if blocks_for(sequence.longest - 1) > bounds.num_blocks:
+            raise RequestError(
+                f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
+                f"exceed the cache of {bounds.num_blocks * BLOCK} tokens",
+                remedy="shorten the prompt, lower max_new_tokens, or raise engine.cache_tokens",
+            )
+        self._refuse_ids(f"{name}: prompt", sequence.given_ids_T.tolist())
+
+    def _refuse_ids(self, name: str, ids: Iterable[int]) -> None:
+        outside = [token for token in ids if not 0 <= token < self._bounds.vocab_size]
+        if outside:
+            raise RequestError(
+                f"{name} holds token {outside[0]}, outside the vocabulary of {self._bounds.vocab_size}",
+                remedy="encode with the tokenizer of the engine's model",
+            )

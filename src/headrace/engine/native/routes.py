@@ -1,0 +1,73 @@
+"""The experts of cached tokens, stored beside their keys and values.
+
+A token's routing stands where its block stands, so it comes along wherever the block is shared: with a prompt that
+siblings share, or a fork's prefix. Requests that record their routing match only blocks that have it (their chains have
+a salt of their own).
+
+Shape legend: N tokens of a pass, P blocks, S places of a block, L mixture-of-experts layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from headrace.models.paged.base import BLOCK, Geometry
+from headrace.models.routing import RoutingRecorder, find_routing
+from headrace.types.recorded import Experts, Routing
+
+
+class Routes:
+    """The store. Nothing is hooked or allocated before :meth:`open`."""
+
+    def __init__(self, model: nn.Module, num_blocks: int) -> None:
+        self._model = model
+        self._num_blocks = num_blocks
+        self._recorder: RoutingRecorder | None = None
+        self._experts_PSLK: np.ndarray[tuple[int, ...], np.dtype[Any]] = np.zeros((0, BLOCK, 0, 0), np.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the store."""
+        return self._experts_PSLK.nbytes
+
+    def open(self) -> str:
+        """Make sure that routing can be recorded; why it cannot, in words, or nothing.
+
+        Raises :class:`~headrace.errors.ModelError` for a mixture of experts that is not known.
+        """
+        if self._recorder is not None:
+            return ""
+        routed = find_routing(self._model)
+        if routed is None:
+            return "the model has no experts"
+        self._recorder = RoutingRecorder(routed)
+        self._experts_PSLK = np.zeros((self._num_blocks, BLOCK, routed.num_layers, routed.top_k), routed.dtype)
+        return ""
+
+    def record(self, wanted: bool) -> None:
+        """Whether the next pass is to be stored."""
+        if self._recorder is not None:
+            self._recorder.on = wanted
+
+    def store(self, geometry: Geometry) -> None:
+        """Keep the experts of the pass that has just run."""
+        if self._recorder is None or not self._recorder.on:
+            return
+        positions_N = geometry.positions_N()
+        rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
+        blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK]
+        self._experts_PSLK[blocks_N, positions_N % BLOCK] = self._recorder.take()
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Whole blocks were copied."""
+        if self._recorder is not None:
+            self._experts_PSLK[targets] = self._experts_PSLK[sources]
+
+    def read(self, table: list[int], span: slice, num_computed: int) -> Routing:
+        """The routing of the tokens at ``span``; those from ``num_computed`` on have none yet."""
+        places = np.arange(span.start, min(span.stop, num_computed))
+        experts_RLK: Experts = self._experts_PSLK[np.array(table, np.int64)[places // BLOCK], places % BLOCK]
+        return Routing(known_T=np.arange(span.start, span.stop) < num_computed, experts_RLK=experts_RLK)

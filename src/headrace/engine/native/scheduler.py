@@ -1,0 +1,296 @@
+"""Decides who is in the batch, what each step computes, and whose blocks are whose. Numbers only: no tensors, no time.
+
+    waiting ──join──▶ rows ──▶ a step:  1. every row that decodes: one token; its next block, if it needs one
+       ▲                │               2. rows whose context is not computed: pieces of it, by rank
+       └──preempted─────┘               3. who waits joins, by rank, while rows, tokens and blocks last
+
+By rank means: higher priority first, then order of arrival; a sequence that was preempted keeps its arrival, and so
+stands before all that came after it. Nobody overtakes whom does not fit yet: nobody starves. A sequence joins with all
+the blocks that its tokens and one more need. When a row that decodes finds no free block, the row of the last rank goes
+back to wait, and in that step nobody joins. The row of the first rank therefore always moves on.
+
+Shape legend: R rows of the step.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
+from headrace.engine.native.rows import Flags, Index, Rows
+from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.models.paged.base import BLOCK
+from headrace.types.columns import IntColumn
+from headrace.types.versions import NOT_SAMPLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What one step computes."""
+
+    rows_R: Index
+    """Rows of the batch; those with one new token first."""
+    counts_R: Index
+    """New tokens of each."""
+    num_decode: int
+    """The first rows, with one new token each."""
+    copies: tuple[tuple[int, int], ...]
+    """Blocks to copy before the pass: (source, target)."""
+    joined: tuple[Sequence, ...]
+    """Those that have just come into rows."""
+
+    def only(self, chosen_R: Flags) -> Schedule:
+        """The part of the step that these rows are."""
+        return Schedule(
+            rows_R=self.rows_R[chosen_R],
+            counts_R=self.counts_R[chosen_R],
+            num_decode=int(chosen_R[: self.num_decode].sum()),
+            copies=(),
+            joined=(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Claim:
+    """What a sequence begins with."""
+
+    table: list[int]
+    num_cached: int
+    chain: Chain
+    copy: tuple[int, int] | None = None
+
+
+class Scheduler:
+    """The queue in front of the rows. ``on_leave`` hears of each sequence that is about to go back to the queue."""
+
+    def __init__(self, rows: Rows, pool: BlockPool, max_step_tokens: int, on_leave: Callable[[Sequence], None]) -> None:
+        self._rows = rows
+        self._pool = pool
+        self._max_step_tokens = max_step_tokens
+        self._on_leave = on_leave
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._held: list[Sequence] | None = None
+        self._decoding: Index = np.zeros(0, np.int64)
+        self._dirty: list[int] = []
+        self.version = NOT_SAMPLED
+        """What computes the context of sequences that join now."""
+        self.num_preempted = 0
+        self.prompt_tokens = 0
+        """Of the sequences that have joined."""
+        self.cached_tokens = 0
+        """Of these, how many were in the cache."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are in no row."""
+        return len(self._waiting) + len(self._held or ())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in a row or may join one."""
+        return not (self._rows.count or self._waiting)
+
+    def waiting(self) -> list[Sequence]:
+        """All sequences that are in no row."""
+        return [sequence for _, sequence in self._waiting] + list(self._held or ())
+
+    def begun(self) -> list[Sequence]:
+        """All sequences in rows, and those that had been."""
+        return self._rows.sequences + [sequence for sequence in self.waiting() if sequence.answer is not None]
+
+    def add(self, sequence: Sequence) -> None:
+        """Let ``sequence`` wait."""
+        if self._held is not None and sequence.answer is None:
+            self._held.append(sequence)
+        else:
+            heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def hold(self, *, everyone: bool) -> None:
+        """From now on nobody new may join until :meth:`open`; nor may, with ``everyone``, those who wait now and have
+        not begun."""
+        self._held = []
+        if everyone:
+            waiting, self._waiting = self.waiting(), []
+            for sequence in waiting:
+                self.add(sequence)
+
+    def open(self) -> None:
+        """Everyone may join again."""
+        held, self._held = self._held or [], None
+        for sequence in held:
+            self.add(sequence)
+
+    def withdraw(self, sequences: Iterable[Sequence]) -> None:
+        """Forget these, wherever they are."""
+        gone = list(sequences)
+        self.leave([sequence.row for sequence in gone if sequence.row != NO_ROW])
+        unborn = {id(sequence) for sequence in gone if sequence.row == NO_ROW}
+        if unborn:
+            self._waiting = [entry for entry in self._waiting if id(entry[1]) not in unborn]
+            heapq.heapify(self._waiting)
+            if self._held is not None:
+                self._held = [sequence for sequence in self._held if id(sequence) not in unborn]
+
+    def leave(self, rows: list[int] | Index) -> None:
+        """Free these rows and their blocks."""
+        for row in rows:
+            table = self._rows.table(row)
+            if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
+                self._pool.taint(table)  # nobody has seen the logits: they may hold what is not finite
+            self._pool.release(table)
+        self._dirty += self._pool.take_dirty()
+        if len(rows):
+            self._rows.leave(rows)
+
+    def take_dirty(self) -> list[int]:
+        """Blocks that may hold what is not finite, and must be cleared before the next pass."""
+        dirty, self._dirty = self._dirty, []
+        return dirty
+
+    def requeue(self, sequence: Sequence) -> int:
+        """Back from its row to the queue, with its answer; how many computed tokens that costs."""
+        self._on_leave(sequence)
+        row = sequence.row
+        lost = int(self._rows.computed_R[row])
+        sequence.answer = self._rows.answer(row)
+        self.leave([row])
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        return lost
+
+    def recompute(self, sequence: Sequence) -> int:
+        """Have its context computed again in its own blocks; how many tokens that is."""
+        lost = int(self._rows.computed_R[sequence.row])
+        self._rows.computed_R[sequence.row] = 0
+        sequence.chain = Chain(self.version, sequence.salt)
+        return lost
+
+    def schedule(self) -> Schedule:
+        """Decide the next step. It computes something as long as anything is in a row or may join one."""
+        rows = self._rows
+        crowded = self._grow()
+        decoding = self._decoding = np.flatnonzero(rows.decoding())
+        self._register_decoding(decoding)
+        budget = self._max_step_tokens - len(decoding)
+        later: list[tuple[int, int]] = []
+        copies: list[tuple[int, int]] = []
+        num_before = rows.count
+        for row in self._uncomputed():
+            if budget <= 0:
+                break
+            if not rows.computed_R[row]:
+                self._share_again(row)
+            budget -= self._piece(row, budget, later)
+        while not crowded and budget > 0 and self._waiting and rows.count < rows.num_rows:
+            claim = self._claim(self._waiting[0][1])
+            if claim is None:
+                break
+            row = self._join(claim)
+            copies += [claim.copy] if claim.copy is not None else []
+            budget -= self._piece(row, budget, later)
+        rows_J, counts_J = np.array(later, np.int64).reshape(-1, 2).T
+        return Schedule(
+            rows_R=np.concatenate([decoding, rows_J]),
+            counts_R=np.concatenate([np.ones(len(decoding), np.int64), counts_J]),
+            num_decode=len(decoding),
+            copies=tuple(copies),
+            joined=tuple(rows.sequences[num_before:]),
+        )
+
+    def _grow(self) -> bool:
+        """A block for every row that needs one; whether somebody had to leave for it."""
+        rows = self._rows
+        needy = np.flatnonzero(rows.length_R[: rows.count] > rows.held_R[: rows.count] * BLOCK)
+        crowded = False
+        for sequence in [rows.sequences[row] for row in rows.by_rank(needy)]:
+            while sequence.row != NO_ROW:
+                fresh = self._pool.take(1)
+                if fresh is not None:
+                    rows.extend(sequence.row, fresh)
+                    break
+                self.requeue(rows.sequences[rows.by_rank(np.arange(rows.count))[-1]])
+                self.num_preempted += 1
+                crowded = True
+        return crowded
+
+    def _register_decoding(self, decoding: Index) -> None:
+        lengths = self._rows.length_R[decoding]
+        for row in decoding[lengths % BLOCK == 0].tolist():
+            self._register(row, int(self._rows.length_R[row]))
+
+    def _register(self, row: int, end: int) -> None:
+        sequence = self._rows.sequences[row]
+        if sequence.chain.version == self._pool.version:
+            self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
+
+    def _uncomputed(self) -> list[int]:
+        """Rows whose context is not in the cache, the first rank first."""
+        rows: list[int] = self._rows.by_rank(np.flatnonzero(~self._rows.decoding())).tolist()
+        return rows
+
+    def _piece(self, row: int, budget: int, later: list[tuple[int, int]]) -> int:
+        """Schedule the next tokens of the row's context; how many."""
+        rows = self._rows
+        start = int(rows.computed_R[row])
+        count = min(budget, int(rows.length_R[row]) - start)
+        self._register(row, start + count)
+        later.append((row, count))
+        return count
+
+    def _share_again(self, row: int) -> None:
+        """Of a context that is computed again, somebody else may have computed a part by now."""
+        rows, sequence = self._rows, self._rows.sequences[row]
+        blocks = self._pool.match(sequence.chain, rows.ids_of(row))
+        self._pool.release(rows.table(row)[: len(blocks)])
+        rows.tables_RB[row, : len(blocks)] = blocks
+        rows.computed_R[row] = len(blocks) * BLOCK
+
+    def _join(self, claim: _Claim) -> int:
+        """The first of the queue takes the next row."""
+        sequence = heapq.heappop(self._waiting)[1]
+        if sequence.answer is None:
+            self.prompt_tokens += len(sequence.given_ids_T)
+            self.cached_tokens += claim.num_cached
+        sequence.parent, sequence.chain = None, claim.chain
+        if sequence.request.pinned and sequence.pin is None:
+            sequence.pin = self.version
+        self._rows.join(sequence, claim.table, claim.num_cached)
+        return sequence.row
+
+    def _claim(self, sequence: Sequence) -> _Claim | None:
+        """Blocks for all tokens of ``sequence`` and one more; ``None`` while there are not enough."""
+        ids_T = sequence.ids()
+        needed = blocks_for(min(len(ids_T) + 1, sequence.longest - 1))
+        version = self.version if sequence.pin is None else sequence.pin
+        claim = self._fork(sequence, ids_T, version)
+        if claim is None:
+            chain = Chain(version, sequence.salt)
+            table = self._pool.match(chain, ids_T)
+            claim = _Claim(table=table, num_cached=len(table) * BLOCK, chain=chain)
+        fresh = self._pool.take(needed - len(claim.table))
+        if fresh is None:
+            self._pool.release(claim.table)
+            return None
+        claim.table.extend(fresh)
+        return claim
+
+    def _fork(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Claim | None:
+        """The context of a running parent, if it may be shared; the part of a block as a copy."""
+        parent, rows = sequence.parent, self._rows
+        if parent is None or parent.salt != sequence.salt:
+            return None
+        if parent.row not in self._decoding:  # or blocks of it may be filled in this very pass: too late for a copy
+            return None
+        if parent.chain.version != version and not sequence.reuses:
+            return None
+        num_cached = min(int(rows.computed_R[parent.row]), len(ids_T) - 1)
+        if not np.array_equal(rows.ids_RC[parent.row, :num_cached], ids_T[:num_cached]):
+            return None  # the parent has begun again
+        forked = self._pool.fork(rows.table(parent.row), num_cached)
+        if forked is None:
+            return None
+        chain = Chain(parent.chain.version, sequence.salt)
+        return _Claim(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)

@@ -1,0 +1,109 @@
+"""Logprobs of tokens that are given: one prefill over a cache of its own, piece by piece, so that memory is bounded.
+
+Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.engine.native.blocks import blocks_for
+from headrace.errors import ModelError, RequestError
+from headrace.models.attention import forward
+from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.routing import RoutingReplay, find_routing
+from headrace.types.columns import FloatColumn
+from headrace.types.messages.engine import Score
+from headrace.types.recorded import KeptSets, Routing
+
+_LOGITS = 2**24
+"""Numbers that the logits of one piece may have, about."""
+
+Replay = Callable[[Routing], AbstractContextManager[object]]
+
+
+class Scorer:
+    """Scores under the weights that the model has at the time."""
+
+    def __init__(self, model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
+        self._model = model
+        self._shapes = shapes
+        self._maker = maker
+        self._replay: Replay | None = None
+
+    def score(self, request: Score, vocab_size: int) -> FloatColumn:
+        """See :meth:`~headrace.engine.base.EngineCore.score`: the first token's is 0."""
+        self._refuse_if_unfit(request, vocab_size)
+        logprobs_T = np.zeros(len(request.ids_T), np.float32)
+        device, total = self._model.device, len(request.ids_T) - 1
+        if total < 1:
+            return logprobs_T
+        cache = PagedCache(self._shapes, blocks_for(total), dtype=self._model.dtype, device=device)
+        ids_T = torch.from_numpy(np.asarray(request.ids_T, np.int64)).to(device)
+        piece = max(16, min(2048, _LOGITS // vocab_size))
+        for start in range(0, total, piece):
+            end = min(start + piece, total)
+            geometry = Geometry(
+                tables_RB=np.arange(cache.num_blocks, dtype=np.int32)[None],
+                starts_R=np.array([start]),
+                counts_R=np.array([end - start]),
+                num_decode=0,
+            )
+            with torch.inference_mode(), self._routed(request.routing, slice(start, end)):
+                logits_NV = forward(self._model, ids_T[start:end], PagedPlan(cache, geometry, self._maker, device))
+                kept = None if request.kept is None else request.kept[start + 1 : end + 1]
+                scaled_NV = logits_NV.float() / request.temperature
+                logprobs_N = _logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)
+            logprobs_T[start + 1 : end + 1] = logprobs_N.cpu().numpy()
+        return logprobs_T
+
+    def _routed(self, routing: Routing | None, span: slice) -> AbstractContextManager[object]:
+        if routing is None or self._replay is None:
+            return nullcontext()
+        return self._replay(routing[span])
+
+    def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
+        ids_T, longest = request.ids_T, self._model.config.max_position_embeddings
+        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < vocab_size:
+            problem = f"ids from {ids_T.min()} to {ids_T.max()}, but the vocabulary has {vocab_size}"
+        elif len(ids_T) > longest:
+            problem = f"{len(ids_T)} tokens, but the model's context is {longest}"
+        elif not (np.isfinite(request.temperature) and request.temperature > 0):
+            problem = f"temperature={request.temperature} is not a number > 0"
+        else:
+            problem = (request.kept and request.kept.problem(ids_T)) or ""
+            problem = problem or (request.routing and request.routing.problem(len(ids_T))) or ""
+            problem = problem or self._open_replay(request.routing)
+        if problem:
+            raise RequestError(f"tokens to score: {problem}", remedy="score what this model could have sampled")
+
+    def _open_replay(self, routing: Routing | None) -> str:
+        if routing is None or self._replay is not None:
+            return ""
+        try:
+            routed = find_routing(self._model)
+        except ModelError as error:
+            return error.problem
+        if routed is None:
+            return "they come with routing, but the model has no experts"
+        self._replay = RoutingReplay(routed)
+        return ""
+
+
+def _logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
+    """Of each id in the softmax over its kept-set, or over all where that is empty."""
+    total_N = scaled_NV.logsumexp(-1)
+    if kept is not None and len(kept.ids_E):
+        owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(scaled_NV.device)
+        ids_E = torch.from_numpy(kept.ids_E.astype(np.int64)).to(scaled_NV.device)
+        mass_E = (scaled_NV[owner_E, ids_E] - total_N[owner_E]).double().exp()
+        mass_N = torch.zeros_like(total_N, dtype=torch.float64).index_add_(0, owner_E, mass_E)
+        has_N = torch.from_numpy(kept.sizes_T > 0).to(scaled_NV.device)
+        total_N = torch.where(has_N, total_N + mass_N.log().float(), total_N)
+    return scaled_NV.gather(1, ids_N[:, None])[:, 0] - total_N

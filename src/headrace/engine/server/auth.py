@@ -1,0 +1,86 @@
+"""Who may call.
+
+With a token, every request but ``/health`` needs it. Without one the server listens on this machine only, and a request
+must also be addressed to this machine by name: a web page that points a name of its own here is turned away.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from headrace.engine.server.refusal import Refusal, shown
+from headrace.errors import ConfigError
+
+OPEN_PATHS = frozenset({"/health"})
+"""What anybody may ask."""
+
+
+class Gate:
+    """Lets requests through to ``app``, or answers them itself."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            refusal = self._refusal(Headers(scope=scope))
+            if refusal is not None:
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> Refusal | None:
+        if not self._token:
+            host = headers.get("host", "")
+            if is_loopback(_without_port(host)):
+                return None
+            return Refusal(
+                f"the request is addressed to {shown(host)}, and without a token only this machine may call",
+                remedy="call 127.0.0.1 or localhost, or start the server with a token",
+                status=403,
+                code="host_not_allowed",
+            )
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(given.strip().encode(), self._token)
+        if kind.lower() == "bearer" and is_right:
+            return None
+        return Refusal(
+            "the request carries no token" if not given else "the request's token is wrong",
+            remedy="send the header 'Authorization: Bearer TOKEN' (api_key of the OpenAI client)",
+            status=401,
+            code="invalid_api_key",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` means this machine only.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def refuse_open_door(host: str, token: str) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` if anybody on the network could call."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"serve.host={host!r} can be reached from other machines, and there is no token",
+            remedy="give --token-file FILE or set HEADRACE_SERVE_TOKEN, or bind to 127.0.0.1",
+        )
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

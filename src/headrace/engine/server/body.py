@@ -1,0 +1,64 @@
+"""From the bytes of a request to a JSON object, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pydantic_core
+from starlette.requests import ClientDisconnect, Request
+
+from headrace.engine.server.config import ServeSection
+from headrace.engine.server.refusal import Refusal, shown
+
+
+async def read_object(request: Request, limits: ServeSection) -> dict[str, Any]:
+    """The object that ``request`` carries, without the fields that are ``null``: they are as if not there."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another origin cannot send this one unasked
+        raise Refusal(
+            f"the content type is {shown(kind)}, expected application/json",
+            remedy="send the header 'Content-Type: application/json'",
+            status=415,
+            code="unsupported_media_type",
+        )
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            data = await _read(request, limits.max_body_bytes)
+    except TimeoutError:
+        raise Refusal(
+            f"the body did not arrive within {limits.body_timeout_s:g} s", remedy="send it at once", status=408
+        ) from None
+    try:
+        tree = pydantic_core.from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(f"the body is not JSON: {error}", remedy="send one JSON object", code="invalid_json") from None
+    if not isinstance(tree, dict):
+        raise Refusal(
+            f"the body is {shown(tree)}, not an object", remedy="send one JSON object: {...}", code="invalid_json"
+        )
+    return {name: value for name, value in tree.items() if value is not None}
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_long(limit)
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > limit:
+                raise _too_long(limit)
+    except ClientDisconnect:
+        raise Refusal("the client left before its body was there", remedy="send it whole") from None
+    return bytes(data)
+
+
+def _too_long(limit: int) -> Refusal:
+    return Refusal(
+        f"the body is longer than {limit} bytes",
+        remedy="send fewer or shorter prompts, or raise serve.max_body_bytes",
+        status=413,
+        code="body_too_long",
+    )

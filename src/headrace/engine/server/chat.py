@@ -1,0 +1,90 @@
+"""The model's own words: its tokenizer, its chat template, its ends."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from headrace.engine.server.refusal import Refusal, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template, a program of the model's makers, may raise on a conversation it does not expect."""
+
+
+class Words:
+    """Text to token ids and back. Its methods may be called from any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        """The model's own ends of sequence."""
+        self.has_template = tokenizer.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as it is, with what the tokenizer itself puts around it."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> list[int]:
+        """A conversation under the chat template, ready for the assistant's turn."""
+        if not self.has_template:
+            raise Refusal(
+                "the model's tokenizer has no chat template",
+                remedy="use /v1/completions, or put a chat_template.jinja into the model's directory",
+                param="messages",
+                code="no_chat_template",
+            )
+        taken = sorted(variables.keys() & _reserved(self._tokenizer))
+        if taken:
+            raise Refusal(
+                f"chat_template_kwargs holds {shown(taken[0])}, which is not the template's",
+                remedy="leave it out",
+                param="chat_template_kwargs",
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **variables
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise Refusal(
+                f"the chat template refuses the messages: {shown(str(error), 200)}",
+                remedy="look at the roles, their order and the contents that this model's template expects",
+                param="messages",
+                code="chat_template_error",
+            ) from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template has them
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, and nothing tidied."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def spell(self, token: int) -> str:
+        """One token alone, special ones too."""
+        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text
+
+
+def stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
+    """The tokenizer's end of sequence, and what the model's own generation settings add to it."""
+    file = Path(model_path) / "generation_config.json"
+    try:
+        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        extra = None
+    ids = extra if isinstance(extra, list) else [extra]
+    return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
+
+
+def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """What a caller's variables must not overwrite."""
+    return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

@@ -1,0 +1,45 @@
+"""Settings of the server."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headrace.config import Section
+from headrace.engine.config import EngineConfig
+from headrace.models.config import ModelConfig
+
+
+class ServeSection(Section):
+    """Where the server listens, and what it accepts."""
+
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to bind; any other than a loopback address needs a token."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 for a free one."""
+    name: str = ""
+    """The model's name in requests and answers; empty for the name of its directory."""
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1)
+    """Longest request body."""
+    max_prompts: int = Field(default=128, ge=1)
+    """Most prompts of one request."""
+    max_n: int = Field(default=128, ge=1)
+    """Most choices per prompt."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens that a choice may ask for; unset: the engine's context."""
+    max_sequences: int = Field(default=1024, ge=1)
+    """Most choices at once, running or waiting, of all requests; beyond, requests are told to come back later."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest wait for a request's body."""
+    grace_s: float = Field(default=10.0, ge=0)
+    """After Ctrl-C, how long running requests may go on before they end with what they have."""
+
+
+class ServeConfig(Section):
+    """All settings of ``headrace serve``."""
+
+    model: ModelConfig
+    """Which model is served."""
+    engine: EngineConfig = EngineConfig()
+    """How its completions are sampled."""
+    serve: ServeSection = ServeSection()
+    """Where, and within which limits."""

@@ -1,0 +1,61 @@
+"""From settings to a model that can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.clock import Clock
+from headrace.engine.native import NativeEngine
+from headrace.engine.server.chat import Words, stop_ids
+from headrace.engine.server.config import ServeConfig
+from headrace.engine.server.run import Loaded
+from headrace.errors import WeightsError
+from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.types.versions import INITIAL
+from headrace.types.weights import WeightUpdate
+
+
+class LoadedWeights:
+    """The receiver of a server whose weights never change: they are in the model already."""
+
+    def stage(self, update: WeightUpdate) -> None:
+        raise WeightsError(
+            f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
+        )
+
+    def commit(self, version: int) -> None:
+        """Only the first version is there."""
+        self.commit_parts(version, 1)
+
+    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
+        """Only the first version is there, and there is nothing to exchange."""
+        if version != INITIAL:
+            raise WeightsError(
+                f"commit of version {version} of fixed weights", remedy="start the server with the new model"
+            )
+        return iter(())
+
+
+def load(config: ServeConfig, *, device: str, clock: Clock) -> Loaded:
+    """Read tokenizer and model, and make an engine whose version is 0. Raises :class:`~headrace.errors.ModelError` and
+    :class:`~headrace.errors.ConfigError`."""
+    path = config.model.path
+    tokenizer = load_tokenizer(path)
+    words = Words(tokenizer, stop_ids(path, tokenizer.eos_token_id))
+    max_context = config.engine.max_context or context_length(path)
+    core = NativeEngine(
+        load_model(config.model, device),
+        config.engine,
+        max_context=max_context,
+        receiver=LoadedWeights(),
+        clock=clock,
+        decode=words.decode,
+    )
+    core.commit(INITIAL)
+    return Loaded(core=core, words=words, name=model_name(config), max_context=max_context)
+
+
+def model_name(config: ServeConfig) -> str:
+    """What clients call the model."""
+    return config.serve.name or Path(config.model.path).resolve().name or "model"

@@ -1,0 +1,168 @@
+"""A server from its settings to its end.
+
+    bind ─▶ listen (503: loading) ─▶ load model, make engine ─▶ serve ─▶ Ctrl-C ─▶ drain for grace_s ─▶ withdraw ─▶ end
+
+The port is taken before the model is loaded, so that a wrong one is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from headrace.clock import Clock
+from headrace.engine.base import EngineCore
+from headrace.engine.local import LocalEngine, LocalTerms
+from headrace.engine.server.answering import Service
+from headrace.engine.server.app import State, make_app
+from headrace.engine.server.auth import refuse_open_door
+from headrace.engine.server.chat import Words
+from headrace.engine.server.config import ServeSection
+from headrace.engine.server.prompts import Terms
+from headrace.errors import ConfigError
+
+LAST_RESORT_S = 5.0
+"""After the grace period, how long connections may take to end before they are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model that can be served."""
+
+    core: EngineCore
+    """With weights committed."""
+    words: Words
+    name: str
+    max_context: int
+    """Longest prompt plus choice, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Whom to tell what happens."""
+
+    listening: Callable[[str], None]
+    """The server's URL; the model is not there yet."""
+    serving: Callable[[str, Loaded], None]
+    """Its URL, and what it serves."""
+
+
+def serve(
+    limits: ServeSection, token: str, load: Callable[[], Loaded], *, clock: Clock, events: Events
+) -> None:  # fmt: skip
+    """Serve what ``load`` returns until Ctrl-C or SIGTERM.
+
+    Raises :class:`~headrace.errors.ConfigError` if the address cannot be bound or would be open to anybody, what
+    ``load`` raises, and :class:`~headrace.errors.ComponentDied` when the engine does.
+    """
+    refuse_open_door(limits.host, token)
+    with _bind(limits.host, limits.port) as listening:
+        asyncio.run(_Server(limits, token, clock, events).run(listening, load))
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, that says when it begins to end, and returns from Ctrl-C and SIGTERM instead of raising them again."""
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ending = ending
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._ending()
+        await super().shutdown(sockets)
+
+
+class _Server:
+    def __init__(self, limits: ServeSection, token: str, clock: Clock, events: Events) -> None:
+        self._limits, self._clock, self._events = limits, clock, events
+        self._state = State()
+        self._engine: LocalEngine | None = None
+        config = uvicorn.Config(
+            make_app(self._state, token),
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            limit_concurrency=limits.max_sequences + 1024,
+            timeout_graceful_shutdown=int(limits.grace_s + LAST_RESORT_S),
+        )
+        self._uvicorn = _Uvicorn(config, self._drain)
+
+    async def run(self, listening: socket.socket, load: Callable[[], Loaded]) -> None:
+        url = _url(listening)
+        try:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(self._uvicorn.serve(sockets=[listening]))
+                self._events.listening(url)
+                living = group.create_task(self._live(url, load))
+                serving.add_done_callback(lambda _: living.cancel())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _live(self, url: str, load: Callable[[], Loaded]) -> None:
+        """Load, then keep the engine until the server has ended, or the engine has."""
+        try:
+            loaded = await asyncio.to_thread(load)
+            terms = LocalTerms(max_requests=self._limits.max_sequences)
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
+                async with LocalEngine(loaded.core, clock=self._clock, terms=terms) as engine:
+                    self._engine = engine
+                    self._state.service = self._service(loaded, engine, encoder)
+                    self._events.serving(url, loaded)
+                    raise await engine.died()
+        finally:
+            self._uvicorn.should_exit = True
+
+    def _service(self, loaded: Loaded, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
+        return Service(
+            engine=engine,
+            words=loaded.words,
+            terms=Terms(model=loaded.name, max_context=loaded.max_context, limits=self._limits),
+            clock=self._clock,
+            encoder=encoder,
+        )
+
+    def _drain(self) -> None:
+        """Nothing new begins; what still runs after the grace period ends with what it has."""
+        self._state.draining = True
+        if self._engine is not None:
+            asyncio.get_running_loop().call_later(self._limits.grace_s, self._engine.withdraw_all)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as on_error:
+            made = on_error.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            on_error.pop_all()
+            return made
+    except OSError as error:
+        raise ConfigError(
+            f"serve.host={host!r}, serve.port={port}: cannot listen there: {error.strerror or error}",
+            remedy="choose another --port (0 for a free one) or --host, or end what listens there",
+        ) from None
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,240 @@
+"""The bodies of requests, strictly typed: every field is used, or refused by name.
+
+Fields of OpenAI's protocol that change nothing here are ignored; fields that would change something we cannot do are
+refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import Field, PlainValidator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from headrace.engine.server.refusal import Refusal, shown
+from headrace.errors import nearest
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+"""Stop strings of one request, and characters of one."""
+MAX_BIASES = 1024
+"""Entries of one logit_bias."""
+INT32_MAX = 2**31 - 1
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    }
+)
+"""What OpenAI's clients may send and what would change no answer of ours."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+}
+"""What OpenAI's protocol has and this server does not, with the values that ask for nothing."""
+
+B = TypeVar("B", bound="Body")
+
+
+def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """A text, several, token ids, or several lists of them."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(part, str) for part in value):
+            return tuple(value)
+        if _are_ids(value):
+            return (tuple(value),)
+        if all(isinstance(part, list) and part and _are_ids(part) for part in value):
+            return tuple(tuple(part) for part in value)
+    raise PydanticCustomError(
+        "prompt", "expected a text, a list of texts, a list of token ids, or a list of lists of token ids, none empty"
+    )
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value <= INT32_MAX for value in values)
+
+
+def _read_stop(value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if (
+        isinstance(texts, list)
+        and len(texts) <= MAX_STOPS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
+    ):
+        return tuple(texts)
+    raise PydanticCustomError(
+        "stop", f"expected a text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_LENGTH} characters"
+    )
+
+
+def _read_bias(value: object) -> dict[int, float]:
+    words = f"expected an object of up to {MAX_BIASES} entries, each a token id as text and a number from -100 to 100"
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise PydanticCustomError("logit_bias", words)
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        is_id = key.isascii() and key.isdecimal() and len(key) <= 10
+        if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", words)
+        biases[int(key)] = float(bias)
+    return biases
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class StreamOptions(_Strict):
+    """What a stream tells besides its text."""
+
+    include_usage: bool = False
+    """One more event at the end, with the numbers of tokens."""
+    include_obfuscation: bool = False
+    """Taken for compatibility; nothing is padded."""
+
+
+class Body(_Strict):
+    """What both kinds of requests may say."""
+
+    model: str | None = None
+    """The served model's name."""
+    n: int = Field(default=1, ge=1)
+    """Choices per prompt."""
+    stream: bool = False
+    """Whether the text comes while it is sampled, as server-sent events."""
+    stream_options: StreamOptions = StreamOptions()
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """0 takes the most likely token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, le=INT32_MAX)
+    """0 for all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
+    logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = {}
+    """Token id to what is added to its logit."""
+    stop: Annotated[tuple[str, ...], PlainValidator(_read_stop)] = ()
+    """Texts that end a choice; they are no part of its text."""
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default=[], max_length=64)
+    """Tokens that end a choice, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on after the model's own end of sequence."""
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    """Fixes every draw; choice *i* of the request draws with seed + i. Unset: a new one each time."""
+    priority: int = Field(default=0, ge=-INT32_MAX, le=INT32_MAX)
+    """Higher ones are served first."""
+    deadline_s: float | None = Field(default=None, gt=0, le=1e6)
+    """Seconds after which each choice ends with what it has."""
+    kept_sizes: bool = False
+    """Whether each token comes with how many tokens it was drawn from."""
+
+    @pydantic.field_validator("temperature")
+    @classmethod
+    def _dividable(cls, value: float) -> float:
+        if 0 < value < 0.01:
+            raise PydanticCustomError("temperature", "expected 0, for the most likely token, or at least 0.01")
+        return value
+
+
+class CompletionBody(Body):
+    """``POST /v1/completions``."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_read_prompts)]
+    """One or several prompts, as text or as token ids."""
+    max_tokens: int = Field(default=16, ge=1, le=INT32_MAX)
+    """Longest choice, in tokens."""
+    logprobs: int | None = Field(default=None, ge=0)
+    """0 for the logprob of each sampled token; the most likely others are not known."""
+
+
+class TextPart(_Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart]
+    name: str | None = None
+    """Handed to the chat template."""
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+
+
+class ChatBody(Body):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """The older name of ``max_completion_tokens``."""
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    """Longest choice, in tokens; unset: what the context leaves."""
+    logprobs: bool = False
+    """Whether each token comes with its logprob."""
+    top_logprobs: int | None = Field(default=None, ge=0)
+    """Must be 0: the most likely others are not known."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=32)
+    """Further variables of the chat template, such as ``enable_thinking``."""
+
+
+AnyBody = CompletionBody | ChatBody
+
+
+def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
+    """``tree`` as a ``kind``; :class:`Refusal` says what is wrong with the first field that is."""
+    fields = {name: value for name, value in tree.items() if name not in IGNORED}
+    for name in UNSUPPORTED.keys() & fields.keys():
+        value = fields.pop(name)
+        if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
+            raise Refusal(
+                f"{name}={shown(value)} is not supported",
+                remedy=f"leave {name} out",
+                param=name,
+                code="unsupported_parameter",
+            )
+    try:
+        return kind.model_validate(fields)
+    except pydantic.ValidationError as error:
+        raise _refusal(kind, error.errors(include_url=False)[0]) from None
+
+
+def _refusal(kind: type[Body], detail: ErrorDetails) -> Refusal:
+    name = ".".join(str(part) for part in detail["loc"]) or "the body"
+    value, top = detail["input"], str(detail["loc"][0]) if detail["loc"] else ""
+    match detail["type"]:
+        case "extra_forbidden":
+            known = kind.model_fields if len(detail["loc"]) == 1 else ()
+            close = nearest(str(detail["loc"][-1])[:100], known) if known else "leave it out"
+            return Refusal(f"{shown(name)} is not a field", remedy=close, param=name[:100], code="unknown_parameter")
+        case "missing":
+            return Refusal(f"{name} is missing", remedy=f"give {top}", param=name, code="missing_required_parameter")
+    return Refusal(
+        f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", remedy=f"change {top}", param=name
+    )

@@ -1,0 +1,125 @@
+"""Sequences that begin where others were, and sequences that stay under the weights they began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.engine.native import NativeEngine
+from headrace.errors import RequestError
+from headrace.models import ModelConfig
+from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
+from headrace.types.weights import Interrupt
+from tests.engine.harness import Weights, alone, joined, make_engine, request, run
+from tests.models.kinds import plain
+
+Pair = tuple[NativeEngine, Weights]
+PROMPT = list(range(3, 25))
+
+
+@pytest.fixture
+def pair(model_dir: Callable[[str], Path], tmp_path: Path) -> Pair:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config, fork_memory=2), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    return engine, weights
+
+
+def fork(
+    request_id: int, parent: int, at: int, stale: StaleFork = StaleFork.REFUSE, **sampling: object
+) -> GenerateRequest:
+    made = request(request_id, [], **sampling)
+    return msgspec.structs.replace(made, fork=Fork(parent=parent, at=at, stale=stale))
+
+
+def test_a_fork_of_a_running_sequence_shares_its_blocks_and_goes_its_own_way(
+    pair: Pair, model_dir: Callable[[str], Path]
+) -> None:
+    engine = pair[0]
+    engine.add(request(0, PROMPT, max_new_tokens=20, seed=1))
+    for _ in range(10):
+        engine.step()
+    used = engine.stats().cache_blocks_used
+    engine.add(fork(1, 0, 6, seed=2, max_new_tokens=8))
+    engine.step()
+    assert engine.stats().cached_tokens == len(PROMPT) + 6 - 1
+    assert engine.stats().cache_blocks_used <= used + 2
+    results = run(engine)
+    reference = plain(model_dir("qwen3"))
+    parent = alone(reference, request(0, PROMPT, max_new_tokens=20, seed=1))
+    assert joined(results[0]).ids_T.tolist() == parent
+    expected = alone(reference, request(1, PROMPT + parent[:6], max_new_tokens=8, seed=2))
+    assert joined(results[1]).ids_T.tolist() == expected
+
+
+def test_an_ended_sequence_can_be_forked_while_it_is_remembered(pair: Pair) -> None:
+    engine = pair[0]
+    whole = joined(run(engine, [request(0, PROMPT, max_new_tokens=20, seed=1)])[0]).ids_T.tolist()
+    again = joined(run(engine, [fork(1, 0, 5, seed=1, max_new_tokens=15)])[1]).ids_T.tolist()
+    assert again == whole[5:]
+    deeper = joined(run(engine, [fork(2, 1, 4, seed=1, max_new_tokens=11)])[2]).ids_T.tolist()
+    assert deeper == whole[9:]
+    with pytest.raises(RequestError, match="forks request 0, which is neither"):
+        engine.add(fork(3, 0, 5))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (fork(1, 7, 0), "forks request 7"),
+        (fork(1, 0, 21), "has sampled 20"),
+        (fork(1, 0, -1), "at=-1"),
+        (msgspec.structs.replace(fork(1, 0, 3), prompt_ids_T=np.array([3], np.int32)), "prompt of 1 tokens of its own"),
+    ],
+)
+def test_a_fork_of_what_is_not_there_is_refused(pair: Pair, bad: GenerateRequest, reason: str) -> None:
+    run(pair[0], [request(0, PROMPT, max_new_tokens=20)])
+    with pytest.raises(RequestError, match=reason):
+        pair[0].add(bad)
+
+
+def test_a_fork_says_what_shall_become_of_a_cache_of_other_weights(pair: Pair) -> None:
+    engine, weights = pair
+    engine.add(request(0, PROMPT, max_new_tokens=30))
+    for _ in range(10):
+        engine.step()
+    weights.scale(1.1)
+    weights.send(engine, 1)
+    with pytest.raises(RequestError, match="not of version 1"):
+        engine.add(fork(1, 0, 8))
+    engine.add(fork(2, 0, 8, StaleFork.RECOMPUTE))
+    engine.step()
+    assert engine.stats().cached_tokens == 0
+    engine.add(fork(3, 0, 8, StaleFork.REUSE))
+    engine.step()
+    assert engine.stats().cached_tokens == len(PROMPT) + 7
+    logprobs = {number: joined(chunks).logprobs_T[0] for number, chunks in run(engine).items()}
+    assert logprobs[2] != logprobs[3]
+
+
+@pytest.mark.parametrize("mode", list(Interrupt))
+def test_a_pinned_sequence_never_notices_a_commit(
+    mode: Interrupt, pair: Pair, model_dir: Callable[[str], Path]
+) -> None:
+    engine, weights = pair
+    asked = request(0, PROMPT, max_new_tokens=20, seed=4)
+    engine.add(msgspec.structs.replace(asked, pinned=True))
+    engine.add(request(1, PROMPT, max_new_tokens=20, seed=5))
+    for _ in range(6):
+        engine.step()
+    for version in (1, 2):
+        weights.scale(1.2)
+        weights.stage(engine, version)
+        engine.commit(version, mode)
+        engine.step()
+        if not engine.take_swaps():
+            break
+    assert engine._pins.num_bytes > 0
+    tokens = joined(run(engine)[0])
+    assert tokens.ids_T.tolist() == alone(plain(model_dir("qwen3")), asked)
+    assert set(tokens.versions_T) == {0}
+    assert engine._pins.num_bytes == 0

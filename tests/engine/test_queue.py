@@ -1,0 +1,102 @@
+"""Who waits, for how long, and how many may."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace.errors import RequestError
+from headrace.models import ModelConfig
+from headrace.types.episode import StopReason
+from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
+
+Dir = Callable[[str], Path]
+
+
+def test_ten_thousand_requests_may_wait_in_little_memory(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", max_sequences=2)
+    tracemalloc.start()
+    for number in range(10_000):
+        engine.add(request(number, [3, 4, 5], max_new_tokens=4))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 30e6
+    assert engine.stats().waiting == 10_000
+    engine.step()
+    assert (engine.stats().running, engine.stats().waiting) == (2, 9_998)
+    chunks = engine.abort(range(5, 10_000))
+    assert len(chunks) == 9_995
+    assert {chunk.stop_reason for chunk in chunks} == {StopReason.ABORTED}
+    assert sorted(run(engine)) == [0, 1, 2, 3, 4]
+
+
+def test_one_request_too_many_is_refused_with_the_limit(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", max_waiting=3)
+    for number in range(3):
+        engine.add(request(number, [3]))
+    with pytest.raises(RequestError, match=r"engine\.max_waiting=3"):
+        engine.add(request(3, [3]))
+    engine.step()
+    engine.add(request(3, [3]))
+    assert sorted(run(engine)) == [0, 1, 2, 3]
+
+
+def test_a_request_that_no_empty_cache_could_hold_is_refused(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", cache_tokens=32)
+    with pytest.raises(RequestError, match="exceed the cache of 32 tokens"):
+        engine.add(request(0, [3] * 20, max_new_tokens=14))
+    assert len(joined(run(engine, [request(1, [3] * 20, max_new_tokens=13)])[1])) == 13
+
+
+def test_time_is_up_for_who_runs_and_for_who_waits(model_dir: Dir, tmp_path: Path) -> None:
+    config, clock = ModelConfig(path=str(model_dir("qwen3"))), ManualClock()
+    engine = make_engine(config, clock=clock, max_sequences=1)
+    Weights(config, tmp_path / "buffer").send(engine, 0)
+    for number, deadline_s in enumerate((5.0, 3.0, None)):
+        engine.add(msgspec.structs.replace(request(number, [3], max_new_tokens=20), deadline_s=deadline_s))
+    chunks = []
+    while engine.has_work():
+        chunks += engine.step()
+        clock.time_s += 1.0
+    ended = {chunk.request_id: (chunk.stop_reason, len(chunk.ids_T)) for chunk in chunks}
+    assert ended == {1: (StopReason.DEADLINE, 0), 0: (StopReason.DEADLINE, 5), 2: (StopReason.LENGTH, 20)}
+
+
+def test_higher_priority_joins_first(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", max_sequences=1)
+    for number, priority in enumerate((0, 5, 1)):
+        engine.add(msgspec.structs.replace(request(number, [3], max_new_tokens=2), priority=priority))
+    assert list(run(engine)) == [1, 2, 0]
+
+
+def test_preempted_sequences_lose_nothing(model_dir: Dir, tmp_path: Path) -> None:
+    roomy = ready_engine(model_dir("qwen3"), tmp_path / "one")
+    narrow = ready_engine(model_dir("qwen3"), tmp_path / "two", cache_tokens=64, max_sequences=4)
+    requests = [request(number, [3 + number] * 10, max_new_tokens=40, seed=number) for number in range(4)]
+    expected, found = run(roomy, requests), run(narrow, requests)
+    assert narrow.stats().preempted > 0 == roomy.stats().preempted
+    for number in range(4):
+        assert joined(found[number]).ids_T.tolist() == joined(expected[number]).ids_T.tolist()
+    assert narrow.stats().generated_tokens == 160
+
+
+def test_a_group_computes_its_prompt_once(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer")
+    run(engine, [request(number, range(3, 38), seed=number) for number in range(4)])
+    assert engine.stats().cached_tokens == 3 * 32
+    run(engine, [request(9, range(3, 38))])
+    assert engine.stats().cached_tokens == 4 * 32
+
+
+def test_no_prefix_outlives_its_weights(model_dir: Dir, tmp_path: Path) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    run(engine, [request(0, range(3, 38))])
+    weights.send(engine, 1)
+    run(engine, [request(1, range(3, 38))])
+    assert engine.stats().cached_tokens == 0

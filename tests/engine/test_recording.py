@@ -1,0 +1,105 @@
+"""What is recorded of a token is what computed it: kept-sets, experts, scores, and the strings that end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import RequestError
+from headrace.models import ModelConfig
+from headrace.types.episode import StopReason
+from headrace.types.messages.engine import Score
+from headrace.types.recorded import Routing
+from headrace.types.tokens import Tokens
+from tests.engine.harness import Weights, joined, make_engine, ready_engine, request, run
+
+Dir = Callable[[str], Path]
+PROMPT = list(range(3, 23))
+
+
+def test_kept_sets_come_with_every_token_and_scores_agree_with_the_sampler(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", flush_tokens=3)
+    asked = [
+        request(0, PROMPT, max_new_tokens=12, top_k=5, record_kept=True, temperature=0.7, seed=3),
+        request(1, PROMPT, max_new_tokens=12, record_kept=True),
+        request(2, PROMPT, max_new_tokens=12),
+    ]
+    results = run(engine, asked)
+    tokens = joined(results[0])
+    assert tokens.kept is not None
+    assert tokens.kept.sizes_T.tolist() == [5] * 12
+    assert joined(results[1]).kept.sizes_T.tolist() == [0] * 12
+    assert joined(results[2]).kept is None
+
+    whole = Tokens.observed(PROMPT) + tokens
+    scored = engine.score(Score(call=0, ids_T=whole.ids_T, temperature=0.7, kept=whole.kept))
+    np.testing.assert_allclose(scored[len(PROMPT) :], tokens.logprobs_T, atol=1e-4)
+    assert scored[0] == 0
+    plainly = engine.score(Score(call=0, ids_T=whole.ids_T, temperature=0.7))
+    assert (plainly[len(PROMPT) :] < tokens.logprobs_T).all()
+
+
+def test_tokens_that_no_model_could_have_sampled_are_not_scored(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer")
+    for bad in (
+        Score(call=0, ids_T=np.array([3, 4000], np.int32)),
+        Score(call=0, ids_T=np.array([3], np.int32), temperature=0.0),
+        Score(call=0, ids_T=np.full(600, 3, np.int32)),
+    ):
+        with pytest.raises(RequestError, match="tokens to score"):
+            engine.score(bad)
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 64])
+def test_routing_is_known_of_all_but_the_last_token_whatever_happens(
+    cache_tokens: int | None, model_dir: Dir, tmp_path: Path
+) -> None:
+    engine = ready_engine(
+        model_dir("qwen3_moe"), tmp_path / "buffer", flush_tokens=3, cache_tokens=cache_tokens, max_step_tokens=16
+    )
+    asked = [request(number, PROMPT, max_new_tokens=20, seed=number, record_routing=number < 3) for number in range(4)]
+    results = run(engine, asked)
+    assert (engine.stats().preempted > 0) == (cache_tokens is not None)
+    assert engine.stats().cached_tokens > 0
+    for number in range(3):
+        first, tokens = results[number][0], joined(results[number])
+        assert tokens.routing.known_T.tolist() == [True] * 19 + [False]
+        assert first.prompt_routing.known_T.all()
+        assert len(first.prompt_routing) == len(PROMPT)
+        whole = first.prompt_routing + tokens.routing
+        ids = np.concatenate([PROMPT, tokens.ids_T]).astype(np.int32)
+        scored = engine.score(Score(call=0, ids_T=ids, routing=whole))
+        np.testing.assert_allclose(scored[len(PROMPT) :], tokens.logprobs_T, atol=1e-4)
+        turned = Routing(known_T=whole.known_T, experts_RLK=(whole.experts_RLK + 1) % 4)
+        other = engine.score(Score(call=0, ids_T=ids, routing=turned))
+        assert np.abs(other - scored).max() > 1e-2
+    assert joined(results[3]).routing is None
+    assert results[3][0].prompt_routing is None
+
+
+def test_a_dense_model_records_no_routing(model_dir: Dir, tmp_path: Path) -> None:
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer")
+    with pytest.raises(RequestError, match="no experts"):
+        engine.add(request(0, PROMPT, record_routing=True))
+    assert not engine.has_work()
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_string(model_dir: Dir, tmp_path: Path) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine = make_engine(config, decode=lambda ids: "".join(chr(60 + token) for token in ids), max_sequences=2)
+    Weights(config, tmp_path / "buffer").send(engine, 0)
+    free = joined(run(engine, [request(0, PROMPT, max_new_tokens=20, seed=1)])[0]).ids_T.tolist()
+    string = "".join(chr(60 + token) for token in free[9:12])
+    asked = [request(number, PROMPT, max_new_tokens=20, seed=1, stop=(string,) * (number == 2)) for number in (1, 2, 3)]
+    results = run(engine, asked)
+    assert joined(results[2]).ids_T.tolist() == free[:12]
+    assert results[2][-1].stop_reason == StopReason.STOP
+    assert joined(results[1]).ids_T.tolist() == joined(results[3]).ids_T.tolist() == free
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(model_dir: Dir, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no tokenizer"):
+        ready_engine(model_dir("qwen3"), tmp_path / "buffer").add(request(0, PROMPT, stop=("end",)))
