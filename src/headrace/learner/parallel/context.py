@@ -1,0 +1,199 @@
+"""One micro-batch over several ranks: each computes some of its tokens, and attends to the keys and values of all.
+
+    tokens   0 ──────────────────────────── M       cut into 2·C pieces; of C = 2 ranks the first computes
+             └── 0 ──┴── 1 ──┴── 1 ──┴── 0 ──┘      pieces 0 and 3, the second 1 and 2: equal work under causality
+
+Outside attention a token needs nothing of the others. In every layer each rank gathers the keys and values of
+all ranks (Llama 3, §3.3.2, "all-gather based"); in the backward pass their gradients are summed and go back to where
+the tokens are.
+
+Shape legend: M tokens of a micro-batch, L tokens of it on this rank (the same number on every rank, padded), C ranks,
+P tokens that carry loss and are computed here, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from headrace.models.attention import Rule, attend_masked
+
+Index = npt.NDArray[np.int64]
+
+MASKED_ROWS = 2048
+"""Queries of one call where a mask has to be written out."""
+
+# gate: getattr - torch 2.13 renamed them and warns of the old names
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pieces:
+    """Which tokens of a micro-batch each of ``num_ranks`` ranks computes.
+
+    >>> pieces = Pieces(7, 2)
+    >>> pieces.of(0).tolist(), pieces.of(1).tolist()
+    ([0, 1, 6], [2, 3, 4, 5])
+    """
+
+    def __init__(self, num_tokens: int, num_ranks: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_ranks = num_ranks
+        self._size = -(-num_tokens // (2 * num_ranks))
+
+    @property
+    def per_rank(self) -> int:
+        """L: places of one rank, the last of which may hold no token."""
+        return 2 * self._size
+
+    def of(self, rank: int) -> Index:
+        """Places in the micro-batch of the tokens that ``rank`` computes, ascending."""
+        both = [self._piece(rank), self._piece(2 * self.num_ranks - 1 - rank)]
+        return np.concatenate(both)
+
+    def _piece(self, number: int) -> Index:
+        first = min(number * self._size, self.num_tokens)
+        return np.arange(first, min(first + self._size, self.num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Neighbouring tokens of one sequence that are computed on this rank."""
+
+    rows: slice
+    """Where they lie on this rank."""
+    first: int
+    """Position of the first of them in its sequence."""
+    start: int
+    """Place of the sequence in the micro-batch."""
+
+    @property
+    def length(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+
+class ContextPlan:
+    """Block-diagonal causal attention of one rank's tokens (see :class:`headrace.models.attention.Plan`)."""
+
+    def __init__(self, lengths_K: Index, pieces: Pieces, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        rank = dist.get_rank(group)
+        places = [pieces.of(other) for other in range(pieces.num_ranks)]
+        starts_M = np.repeat(np.cumsum(lengths_K) - lengths_K, lengths_K)
+        mine = places[rank]
+        self._runs = _runs(mine, starts_M)
+        self._padding = pieces.per_rank - len(mine)
+        positions = np.concatenate([mine - starts_M[mine], np.zeros(self._padding, np.int64)])
+        self.positions_N = torch.from_numpy(positions).to(device)
+        found_M = np.empty(pieces.num_tokens, np.int64)
+        for other, theirs in enumerate(places):
+            found_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
+        self._found_M = torch.from_numpy(found_M).to(device)
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        key, value = (self._gather(tensor).transpose(0, 1)[None] for tensor in (key_NKD, value_NKD))
+        query = query_NHD.transpose(0, 1)[None]
+        parts = [self._attend(query, key, value, run, rule) for whole in self._runs for run in _blocks(whole, rule)]
+        parts.append(query_NHD.new_zeros(self._padding, query_NHD.shape[1], value_NKD.shape[2]))
+        return torch.cat(parts)
+
+    def _gather(self, tensor_NKD: Tensor) -> Tensor:
+        return gather(tensor_NKD, self._group).index_select(0, self._found_M)
+
+    @staticmethod
+    def _attend(query: Tensor, key: Tensor, value: Tensor, run: _Run, rule: Rule) -> Tensor:
+        end = run.first + run.length
+        begin = max(0, run.first + 1 - (rule.window or end))
+        seen = slice(run.start + begin, run.start + end)
+        query, key, value = query[:, :, run.rows], key[:, :, seen], value[:, :, seen]
+        mask: Any = None
+        if _masked(run, rule):
+            rows = torch.arange(run.first, end, device=query.device)[:, None]
+            columns = torch.arange(begin, end, device=query.device)[None]
+            mask = (columns <= rows) & (columns > rows - (rule.window or end))
+        elif run.first:
+            mask = causal_lower_right(run.length, end)
+        return attend_masked(query, key, value, mask, rule)[0].transpose(0, 1)
+
+
+def _masked(run: _Run, rule: Rule) -> bool:
+    """Whether the run needs a mask that is written out."""
+    return not rule.plain or (rule.window is not None and rule.window < run.first + run.length)
+
+
+def _blocks(run: _Run, rule: Rule) -> list[_Run]:
+    if not _masked(run, rule):
+        return [run]
+    return [
+        _Run(
+            rows=slice(run.rows.start + skip, min(run.rows.start + skip + MASKED_ROWS, run.rows.stop)),
+            first=run.first + skip,
+            start=run.start,
+        )
+        for skip in range(0, run.length, MASKED_ROWS)
+    ]
+
+
+def _runs(mine: Index, starts_M: Index) -> list[_Run]:
+    breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
+    edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
+    return [
+        _Run(rows=slice(begin, end), first=int(mine[begin] - starts_M[mine[begin]]), start=int(starts_M[mine[begin]]))
+        for begin, end in pairwise(edges)
+    ]
+
+
+def gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, one after the other along the first axis. Each rank's gradients are its own: backward sums
+    what all ranks' losses say of a tensor."""
+    apply: Any = _Gather.apply
+    gathered: Tensor = apply(tensor.contiguous(), group)
+    return gathered
+
+
+def gather_shared(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The same, for tensors from which every rank computes the same loss: backward hands each rank its part of it."""
+    apply: Any = _GatherShared.apply
+    gathered: Tensor = apply(tensor.contiguous(), group)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        size = dist.get_world_size(ctx.group)
+        mine = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])
+        _REDUCE_SCATTER(mine, gradient.contiguous(), group=ctx.group)
+        return mine, None
+
+
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient.tensor_split(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def _all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = tensor.new_empty(tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:])
+    _ALL_GATHER(out, tensor, group=group)
+    return out

@@ -1,0 +1,169 @@
+"""Snapshots of a sharded learner: the same files as of one that is not, so that any number of ranks reads them.
+
+    every rank, together:  weight by weight, moment by moment:  gather it ──▶ one rank keeps it, in turn by size
+    each rank, by itself:  write what it kept: model-0000r-of-0000R.safetensors, optimizer-0000r-of-0000R.safetensors
+
+On the disk every tensor is whole, under the name the files of the model have always had; reading cuts it again, for
+whatever ranks there are. Nothing is pickled. A rank needs room in the host's memory for its share of the snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.errors import CheckpointError
+from headrace.learner.disk import SLACK_BYTES, flush, free_bytes
+from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.parallel.shards import whole
+from headrace.learner.snapshot import TOKENIZER_FILES
+from headrace.models.weights import weight_tensors
+
+_STEP, _UPDATES = "step", "updates"
+_RANDOM_STATE = "random_state.cpu"
+
+
+class Snapshot:
+    """Writes and reads the snapshots of one model and its optimizer."""
+
+    def __init__(self, model: PreTrainedModel, optimizer: ShardOptimizer, ranks: Ranks) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._ranks = ranks
+
+    def save(self, directory: Path, step: int, model_dir: Path) -> None:
+        """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
+
+        Raises :class:`~headrace.errors.CheckpointError` on every rank if one of them cannot; the directory is removed.
+        """
+        names: list[str] = []
+        problem = ""
+        weights, moments = self._weights(), self._moments()
+        try:
+            needed = sum(tensor.numel() * tensor.element_size() for tensor in (*weights.values(), *moments.values()))
+            if free_bytes(directory) < needed + SLACK_BYTES:
+                raise OSError(f"not enough space: {needed} bytes are needed on this rank")
+            names = list(weights)
+            save_file(weights, directory / self._file("model"), metadata={"format": "pt"})
+            numbers = {_STEP: str(step), _UPDATES: str(self._optimizer.updates)}
+            save_file(moments, directory / self._file("optimizer"), metadata=numbers)
+            if self._ranks.leads:
+                self._small_files(directory, model_dir)
+        except (OSError, SafetensorError) as error:
+            problem = f"rank {self._ranks.rank}: {error}"
+        said = self._ranks.gather(msgspec.json.encode((names, problem)))
+        self._finish(directory, [msgspec.json.decode(one, type=tuple[list[str], str]) for one in said])
+
+    def restore_optimizer(self, directory: Path) -> int:
+        """Moments, float32 copies and random state as they were saved, cut for these ranks; the step.
+
+        Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged or of another model.
+        """
+        files = sorted(directory.glob("optimizer*.safetensors"))
+        try:
+            if not files:
+                raise OSError("there is no optimizer*.safetensors")
+            steps = [self._restore_from(path) for path in files]
+            return steps[0]
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the optimizer of snapshot {directory} cannot be read, or is another model's: {error!r}",
+                remedy="resume with the model that the snapshot was made from, from an older snapshot, or train anew",
+            ) from None
+
+    def _restore_from(self, path: Path) -> int:
+        trained = {one.name: one for one in self._optimizer.trained}
+        with safe_open(path, framework="pt") as file:
+            step = int(file.metadata()[_STEP])
+            updates = int(file.metadata().get(_UPDATES, step))
+            for label in file.keys():  # noqa: SIM118 (not a mapping)
+                name, _, key = label.partition("|")
+                if label == _RANDOM_STATE:
+                    torch.set_rng_state(file.get_tensor(label))
+                elif key != _STEP:
+                    self._optimizer.set_state(trained[name], {key: file.get_tensor(label)}, updates)
+        return step
+
+    def _file(self, kind: str) -> str:
+        return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._ranks.config.world:05d}.safetensors"
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights that this rank writes, under the names of the model's own files."""
+        return _in_files(self._model, self._kept(iter(weight_tensors(self._model).items())))
+
+    def _moments(self) -> dict[str, Tensor]:
+        states = (
+            (f"{one.name}|{key}", tensor)
+            for one in self._optimizer.trained
+            for key, tensor in self._optimizer.state(one).items()
+        )
+        kept = self._kept(states)
+        return kept | {_RANDOM_STATE: torch.get_rng_state()} if self._ranks.leads else kept
+
+    def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """This rank's share of the tensors, whole, in the host's memory. All ranks go through them together."""
+        loads = [0] * self._ranks.config.world
+        kept: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            writer = loads.index(min(loads))
+            loads[writer] += tensor.numel() * tensor.element_size()
+            full = whole(tensor.detach())
+            if writer == self._ranks.rank:
+                kept[name] = full.cpu().clone(memory_format=torch.contiguous_format)
+        return kept
+
+    def _small_files(self, directory: Path, model_dir: Path) -> None:
+        self._model.config.save_pretrained(directory)
+        if self._model.can_generate():
+            self._model.generation_config.save_pretrained(directory)
+        for pattern in TOKENIZER_FILES:
+            for path in model_dir.glob(pattern):
+                shutil.copyfile(path, directory / path.name)
+
+    def _finish(self, directory: Path, said: list[tuple[list[str], str]]) -> None:
+        """The index and the flush, or the removal; every rank waits for it."""
+        problems = [problem for _, problem in said if problem]
+        if self._ranks.leads and not problems:
+            world = len(said)
+            index = {
+                "metadata": {"total_size": sum(path.stat().st_size for path in directory.glob("model-*.safetensors"))},
+                "weight_map": {
+                    name: f"model-{rank + 1:05d}-of-{world:05d}.safetensors"
+                    for rank, (names, _) in enumerate(said)
+                    for name in names
+                },
+            }
+            try:
+                (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+                flush(directory)
+            except OSError as error:
+                problems.append(str(error))
+        if self._ranks.leads and problems:
+            shutil.rmtree(directory, ignore_errors=True)
+        if self._ranks.most(len(problems)):
+            raise CheckpointError(
+                f"snapshot {directory} cannot be written: {'; '.join(problems) or 'the first rank failed'}",
+                remedy=f"free space at {directory.parent} (df -h), keep fewer snapshots, or choose another run "
+                "directory; the last whole snapshot is untouched",
+            )
+
+
+def _in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names, and in the shapes, in which such models are kept in files: one tensor per expert, say."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not tensors:
+        return tensors
+    reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
+    return {name: tensor.contiguous() for name, tensor in reverted.items()}

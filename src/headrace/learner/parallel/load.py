@@ -1,0 +1,115 @@
+"""A model whose parameters lie on the ranks from the start: none is ever whole on one of them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.util import find_spec
+from inspect import unwrap
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headrace.errors import ConfigError, ModelError
+from headrace.learner.parallel.config import ParallelConfig
+from headrace.learner.parallel.halves import reshard
+from headrace.learner.parallel.mesh import Ranks
+from headrace.models import attention, check, load
+from headrace.models.config import ModelConfig
+
+
+def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
+    """What :func:`headrace.models.load.load_model` gives, with the same refusals, cut over ``ranks`` as they are
+    configured. All ranks must call it together; each reads its own part of the files.
+
+    Raises :class:`~headrace.errors.ModelError`, and :class:`~headrace.errors.ConfigError` where the model cannot be cut
+    like this.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if ranks.config.world > 1:
+        refuse_libraries()
+    directory = load._directory(config.path)
+    read = load.read_config(config.path)
+    load._refuse_unsupported(config.path, read)
+    ranks.config.refuse_model(config.path, read)
+    logging.disable_progress_bar()
+    dtype = getattr(torch, config.dtype)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            distributed_config=distributed(ranks.config, read, dtype),
+        )
+    except Exception as error:  # a foreign architecture or file may fail in any way
+        raise ModelError(
+            f"model.path={config.path!r} cannot be loaded on {ranks.config.world} ranks: "
+            f"{type(error).__name__}: {error}",
+            remedy="load it on one rank to see whether the files or the cut are at fault",
+        ) from error
+    load._refuse_incomplete(config.path, info)
+    model = model.eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():  # inference mode would leave gathered parameters that cannot be trained
+        unwrap(check.check_packing)(model, config.path)
+    reshard(model)
+    return model
+
+
+def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The same in transformers' words. Ranks of one context are to it ranks with different data: their gradients are
+    summed, too."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.distributed import DistributedConfig
+
+    # By itself it gathers the last norm and the head as one group, whose hooks break where the head runs twice.
+    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(model)].base_model_prefix
+    plan = model.base_model_fsdp_plan or {}
+    apart = {f"{base}.{name}": "free_full_weight" for name, style in plan.items() if style == "keep_full_weight"}
+    return DistributedConfig(
+        tp_size=config.tensor,
+        fsdp_size=config.data * config.context,
+        dp_replicate_size=config.replicate,
+        ep_size=config.expert,
+        fsdp_plan=apart if config.averaged > 1 else None,
+        fsdp_mixed_precision=dtype == torch.bfloat16,  # gradients are summed over the ranks in float32
+    )
+
+
+def refuse_libraries() -> None:
+    """Raise :class:`~headrace.errors.ConfigError` where the installed libraries cannot cut a model."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    known = {field.name for field in fields(DistributedConfig)}
+    if not {"dp_replicate_size", "ep_size", "fsdp_plan"} <= known:
+        raise ConfigError(
+            f"a learner on several ranks needs transformers >= 5.23, but {transformers.__version__} is installed",
+            remedy="pip install -U transformers, or train on one rank",
+        )
+    if find_spec("accelerate") is None:
+        raise ConfigError(
+            "a learner on several ranks needs accelerate, with which transformers loads onto devices",
+            remedy="pip install 'headrace[parallel]', or train on one rank",
+        )
+
+
+def keep_inputs_only(model: PreTrainedModel) -> None:
+    """Keep each layer's input only, and compute the layer again in the backward pass. The model stays in evaluation
+    mode: only the layers themselves, not what is in them, are told that they train."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    newer = getattr(model, "activation_checkpointing_enable", None)  # gate: getattr - renamed in transformers 5.23
+    enable = newer or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True

@@ -1,0 +1,208 @@
+"""The optimizer over the parts of the weights that lie on this rank.
+
+    model's weights (bfloat16, sharded) ◀── rounded ── homes (float32, this rank's part, maybe in the host's memory)
+         │ backward of one micro-batch                     ▲
+         ▼                                                 │ AdamW: number by number; Muon: whole matrices
+      p.grad ───────────── collect(): added up ──────▶ home.grad ── clip
+
+Where weights are float32 and stay on the device, a home *is* the weight's memory. AdamW needs nothing of the other
+ranks. Muon (Jordan 2024) makes a matrix's update orthogonal, for which that is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from headrace.learner.config import LearnerConfig
+from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig
+from headrace.learner.parallel.halves import reshard
+from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
+
+ADAMW = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum_buffer",)
+MASTER = "master"
+"""What torch calls the state of each; and the float32 copy of a weight in another format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One weight, and what the optimizer updates in its place."""
+
+    name: str
+    weight: Parameter
+    home: Parameter
+    apart: bool
+    """Whether the home has memory of its own."""
+
+    muon: bool
+    """Whether it is a matrix for Muon."""
+
+    def collect(self) -> None:
+        """Move the weight's gradient to its home, added to what is there."""
+        if self.weight.grad is None:
+            return
+        part = local(placed(self.weight.grad, self.weight)).to(device=self.home.device, dtype=self.home.dtype)
+        if self.home.grad is None:
+            self.home.grad = part
+        else:
+            self.home.grad.add_(part)
+        self.weight.grad = None
+
+    def publish(self) -> None:
+        """Round the home into the weight."""
+        if self.apart:
+            local(self.weight.detach()).copy_(self.home.detach())
+
+
+class ShardOptimizer:
+    """AdamW, or Muon for matrices and AdamW for the rest, over every rank's own part. All ranks must call :meth:`norm`,
+    :meth:`step` and :meth:`state` together."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, optimizer: OptimizerConfig, memory: MemoryConfig
+    ) -> None:
+        self._model = model
+        matrices = _matrices(model) if optimizer.kind == "muon" else frozenset()
+        self.trained = [
+            _trained(name, weight, memory, name in matrices)
+            for name, weight in model.named_parameters(remove_duplicate=True)
+            if weight.requires_grad
+        ]
+        plain = [one.home for one in self.trained if not one.muon and one.home.numel()]
+        groups = [
+            {"params": [home for home in plain if home.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [home for home in plain if home.ndim < 2], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.updates = 0
+        """How many times the weights have changed."""
+        self._adamw: torch.optim.AdamW | None = None
+        self._momenta: dict[str, dict[str, Tensor]] = {}
+        if groups:
+            fused = all(home.device.type in {"cpu", "cuda"} for home in plain)
+            self._adamw = torch.optim.AdamW(
+                groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
+            )
+        self._momentum = optimizer.momentum
+        self._weight_decay = config.weight_decay
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no gradient."""
+        return all(one.home.grad is None for one in self.trained)
+
+    def collect(self) -> None:
+        """After each backward pass: add its gradients to those that :meth:`step` will use."""
+        for one in self.trained:
+            one.collect()
+
+    def norm(self, ranks: Ranks | None) -> float:
+        """Global 2-norm of the gradients; the same on every rank."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for one in self.trained:
+            if one.home.grad is not None:
+                by_copies.setdefault(copies(one.weight), []).append(one.home.grad)
+        squares = [float(torch.nn.utils.get_total_norm(parts)) ** 2 / count for count, parts in by_copies.items()]
+        return math.sqrt(sum(squares) if ranks is None else ranks.sum(sum(squares)))
+
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Scale gradients of global ``norm`` down to ``max_norm``."""
+        if norm > max_norm:
+            parts = [one.home.grad for one in self.trained if one.home.grad is not None]
+            torch._foreach_mul_(parts, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the weights at rate ``lr`` and forget the gradients."""
+        reshard(self._model)
+        if self._adamw is not None:
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+        for one in self.trained:
+            if one.muon and one.home.grad is not None:
+                self._orthogonal_step(one, one.home.grad, lr)
+        self.updates += 1
+        for one in self.trained:
+            one.publish()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for one in self.trained:
+            one.weight.grad = one.home.grad = None
+
+    def state(self, one: Trained) -> dict[str, Tensor]:
+        """What a snapshot holds of ``one`` beside the weight, as this rank's part of tensors that lie as the weight
+        does, under the same keys on every rank; empty before the first update."""
+        if not self.updates:
+            return {}
+        held = self._held(one)  # empty where this rank's part is
+        state = {key: held.get(key, one.home.detach()) for key in (MUON if one.muon else ADAMW)}
+        if one.apart and one.home.dtype != one.weight.dtype:
+            state[MASTER] = one.home.detach()
+        device = local(one.weight).device
+        return {key: like(tensor.to(device), one.weight) for key, tensor in state.items()}
+
+    @torch.no_grad()
+    def set_state(self, one: Trained, state: Mapping[str, Tensor], updates: int) -> None:
+        """Go on after ``updates`` updates with some of what :meth:`state` held, whole."""
+        self.updates = updates
+        parts = {key: part_of(tensor, one.weight).to(one.home.device) for key, tensor in state.items()}
+        if MASTER in parts and one.apart:
+            one.home.copy_(parts[MASTER])
+        if not one.home.numel() or not updates:
+            return
+        for key, part in parts.items():
+            if key in (MUON if one.muon else ADAMW):
+                self._held(one)[key] = part.to(one.home.dtype)
+        if not one.muon:
+            self._held(one)["step"] = torch.tensor(float(updates), device=one.home.device)
+
+    def _held(self, one: Trained) -> dict[str, Tensor]:
+        if one.muon:
+            return self._momenta.setdefault(one.name, {})
+        assert self._adamw is not None
+        held: dict[str, Tensor] = self._adamw.state[one.home]
+        return held
+
+    def _orthogonal_step(self, one: Trained, gradient: Tensor, lr: float) -> None:
+        """Torch's Muon on the whole matrix, from which every rank takes its part: the result does not depend on them.
+
+        Momentum (Nesterov's) is number by number, so it is kept and computed on the parts; Muon without momentum, at a
+        matrix of zeros, then leaves the update itself.
+        """
+        momentum = self._held(one).setdefault(MUON[0], torch.zeros_like(one.home))
+        momentum.lerp_(gradient, 1 - self._momentum)
+        wanted = gradient.lerp(momentum, self._momentum).to(local(one.weight).device)
+        full = whole(like(wanted, one.weight))
+        update = Parameter(torch.zeros_like(full))
+        update.grad = full
+        torch.optim.Muon(
+            [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
+        ).step()
+        one.home.mul_(1 - lr * self._weight_decay).add_(part_of(update.detach(), one.weight).to(one.home.device))
+
+
+def _trained(name: str, weight: Parameter, memory: MemoryConfig, muon: bool) -> Trained:
+    part = local(weight.detach())
+    dtype = torch.float32 if memory.masters else part.dtype
+    device = torch.device("cpu") if memory.offload_optimizer else part.device
+    kept = part.to(device=device, dtype=dtype)
+    home = Parameter(kept)
+    return Trained(name=name, weight=weight, home=home, apart=kept is not part, muon=muon)
+
+
+def _matrices(model: PreTrainedModel) -> frozenset[str]:
+    """What Muon is made for: the matrices between the embeddings and the head."""
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    named = model.named_parameters(remove_duplicate=True)
+    return frozenset(name for name, weight in named if weight.ndim == 2 and id(weight) not in ends)

@@ -1,0 +1,68 @@
+"""Tensors that lie on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part; shares its memory. A tensor that is whole on every rank is its own part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """``part`` as this rank's part of a tensor that lies on the ranks as ``tensor`` does."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def placed(tensor: Tensor, other: Tensor) -> Tensor:
+    """``tensor``, cut as ``other`` is; both lie on the same ranks."""
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
+        return tensor
+    return tensor.redistribute(placements=other.placements)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank that holds a part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(full: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of ``full``, cut as ``tensor`` is; nothing is sent."""
+    if not isinstance(tensor, DTensor):
+        return full
+    full = full.to(tensor.device_mesh.device_type)
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+
+
+def copies(tensor: Tensor) -> int:
+    """How many ranks hold the same part of it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(tensor, DTensor):
+        return world
+    mesh = tensor.device_mesh
+    distinct = 1
+    for axis, placement in enumerate(tensor.placements):
+        distinct *= 1 if placement.is_replicate() else mesh.size(axis)
+    return world // distinct
+
+
+def wholes(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor whole, one at a time, under its name. All ranks must go through it together, to its end.
+
+    With ``dtype``, floating-point numbers are rounded to it before they travel.
+    """
+    for name, tensor in named:
+        part = tensor.detach()
+        if dtype is not None and part.is_floating_point():
+            part = part.to(dtype)
+        yield name, whole(part)

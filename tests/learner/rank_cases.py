@@ -1,0 +1,236 @@
+"""What the ranks of the tests do; each returns numbers that are compared with those of one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.clock import RealClock
+from headrace.errors import ComponentDied
+from headrace.learner.parallel.config import ParallelConfig
+from headrace.learner.parallel.mesh import Ranks, named_loss
+from headrace.learner.parallel.shards import like, local, whole, wholes
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
+from tests.learner.builders import random_batch
+from tests.learner.sharded import Case, ShardedLearner
+
+Found = dict[str, Any]
+
+BUNDLES = {"sequences": "gspo"}
+"""The objectives of the kinds that are not trained by GRPO."""
+
+LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
+    "fsdp2": ("dense", {"data": 2}),
+    "tp2": ("dense", {"tensor": 2}),
+    "cp2": ("dense", {"context": 2}),
+    "hsdp2": ("dense", {"replicate": 2}),
+    "tied_fsdp2": ("tied", {"data": 2}),
+    "ep2_fsdp2": ("experts", {"data": 2, "expert": 2}),
+    "ep2_tp2": ("experts", {"tensor": 2, "expert": 2}),
+    "cp2_ep2": ("experts", {"context": 2, "expert": 2}),
+    "fsdp2_gspo": ("sequences", {"data": 2}),
+    "cp2_gspo": ("sequences", {"context": 2}),
+    "cp2_window": ("window", {"context": 2}),
+    "cp2_sinks": ("sinks", {"context": 2}),
+    "fsdp4": ("dense", {"data": 4}),
+    "fsdp2_tp2": ("dense", {"data": 2, "tensor": 2}),
+    "fsdp2_cp2": ("dense", {"data": 2, "context": 2}),
+    "cp4": ("dense", {"context": 4}),
+    "hsdp2x2": ("dense", {"data": 2, "replicate": 2}),
+    "tp2_cp2": ("dense", {"tensor": 2, "context": 2}),
+}
+
+
+def gradients(learner: ShardedLearner) -> dict[str, torch.Tensor]:
+    return {one.name: whole(like(one.home.grad, one.weight)) for one in learner.optimizer.trained}
+
+
+def exact(directory: Path, layout: str) -> Found:
+    """Loss, metrics and the largest relative difference of gradients from what one process saved."""
+    kind, parallel = LAYOUTS[layout]
+    learner = _learner(directory, parallel, kind=kind, algo={"bundle": BUNDLES.get(kind, "grpo")})
+    metrics = learner.forward_backward(random_batch(num_samples=7))
+    expected = _expected(directory, kind)
+    worst = {name: _apart(gradient, expected[name]) for name, gradient in gradients(learner).items()}
+    name = max(worst, key=worst.__getitem__)
+    return {"metrics": metrics, "norm": learner.optimizer.norm(learner.ranks), "worst": [name, worst[name]]}
+
+
+def _expected(directory: Path, kind: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(directory / f"{kind}.gradients")
+
+
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+
+
+def _case(layout: str) -> Any:
+    return lambda directory: exact(directory, layout)
+
+
+for _layout in LAYOUTS:
+    globals()[_layout] = _case(_layout)
+
+
+def _learner(directory: Path, parallel: dict[str, int], kind: str = "dense", **more: Any) -> ShardedLearner:
+    config = {"tokens_per_microbatch": 30, **more.pop("config", {})}
+    return ShardedLearner(Case(model_dir=directory / kind, parallel=parallel, config=config, **more))
+
+
+def _curve(learner: ShardedLearner, steps: range) -> list[list[float]]:
+    found = [learner.train(random_batch(step=step, num_samples=7)) for step in steps]
+    return [[metrics["loss"], metrics["grad_norm"]] for metrics in found]
+
+
+def curve(directory: Path) -> Found:
+    """Four steps over the shards of two ranks; a snapshot after the second."""
+    return _curve_with_snapshot(directory, {"data": 2}, "saved_by_two")
+
+
+def resume(directory: Path) -> Found:
+    """From that snapshot, cut otherwise."""
+    return _resume(directory / "saved_by_two", {"tensor": 2})
+
+
+def four(directory: Path) -> Found:
+    """The same over FSDP × TP."""
+    return _curve_with_snapshot(directory, {"data": 2, "tensor": 2}, "saved_by_four")
+
+
+def resume_on_two(directory: Path) -> Found:
+    """From the snapshot of four ranks."""
+    return _resume(directory / "saved_by_four", {"data": 2})
+
+
+def _curve_with_snapshot(directory: Path, parallel: dict[str, int], name: str) -> Found:
+    learner = _learner(directory, parallel)
+    curve = _curve(learner, range(2))
+    _save(learner, directory / name, directory / "dense")
+    return {"curve": curve + _curve(learner, range(2, 4))}
+
+
+def _save(learner: ShardedLearner, directory: Path, model_dir: Path) -> None:
+    if learner.ranks.leads:
+        directory.mkdir()
+    learner.ranks.wait()
+    learner.files.save(directory, learner.step, model_dir)
+
+
+def _resume(snapshot: Path, parallel: dict[str, int]) -> Found:
+    learner = _learner(snapshot.parent, parallel, kind=snapshot.name)
+    learner.step = learner.files.restore_optimizer(snapshot)
+    return {"step": learner.step, "curve": _curve(learner, range(2, 4))}
+
+
+def experts_snapshot(directory: Path) -> Found:
+    """Experts that lie apart are written as such models are, and every tensor travels whole under its own name."""
+    learner = _learner(directory, {"data": 2, "expert": 2}, kind="experts")
+    full = load_model(ModelConfig(path=str(directory / "experts")))
+    expected = weight_tensors(full)
+    sent = {name: tensor.clone() for name, tensor in wholes(weight_tensors(learner.model).items())}
+    _save(learner, directory / "experts_saved", directory / "experts")
+    return {
+        "names": list(sent) == list(expected),
+        "equal": all(torch.equal(sent[name], expected[name]) for name in expected),
+    }
+
+
+def memory(directory: Path) -> Found:
+    """What is kept where changes no bit of a gradient or of an update."""
+    out: Found = {}
+    reference = None
+    for name, settings in {
+        "plain": {},
+        "recompute": {"recompute": True},
+        "offload_activations": {"offload_activations": True},
+        "offload_optimizer": {"offload_optimizer": True},
+    }.items():
+        learner = _learner(directory, {"data": 2}, memory=settings)
+        learner.train(random_batch(num_samples=7))
+        found = {name: whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
+        reference = reference or found
+        out[name] = all(torch.equal(found[name], reference[name]) for name in reference)
+    return out
+
+
+def masters(directory: Path) -> Found:
+    """Steps of 1e-5 are lost on weights of bfloat16, and kept by float32 copies of them."""
+    out: Found = {}
+    for kept in (True, False):
+        learner = _learner(directory, {"data": 2}, dtype="bfloat16", memory={"masters": kept}, config={"lr": 1e-5})
+        before = [one.home.detach().clone() for one in learner.optimizer.trained]
+        for step in range(2):
+            learner.train(random_batch(step=step, num_samples=7))
+        pairs = zip(learner.optimizer.trained, before, strict=True)
+        moved = [(one.home.detach() - start).abs().float() for one, start in pairs if one.weight.ndim == 2]
+        out[f"moved_{kept}"] = float(torch.cat([part.flatten() for part in moved]).gt(0).float().mean())
+        rounded = all(
+            torch.equal(local(one.weight.detach()), one.home.detach().bfloat16()) for one in learner.optimizer.trained
+        )
+        out[f"rounded_{kept}"] = rounded
+    return out
+
+
+def muon(directory: Path) -> Found:
+    """One update of torch's Muon, matrices cut in two, against whole ones in this process."""
+    learner = _learner(directory, {"data": 2}, optimizer={"kind": "muon"})
+    start = {name: whole(tensor.detach()).clone() for name, tensor in weight_tensors(learner.model).items()}
+    learner.forward_backward(random_batch(num_samples=7))
+    grads = gradients(learner)
+    learner.optimizer.step(1e-2)
+    worst = 0.0
+    for one in learner.optimizer.trained:
+        if one.muon:
+            alone = torch.nn.Parameter(start[one.name].clone())
+            alone.grad = grads[one.name].clone()
+            torch.optim.Muon([alone], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+            moved = (alone.detach() - start[one.name]).norm()
+            worst = max(worst, float((whole(one.weight.detach()) - alone.detach()).norm() / moved))
+    return {"worst": worst, "matrices": sum(one.muon for one in learner.optimizer.trained)}
+
+
+def words(directory: Path) -> Found:
+    """Orders reach every rank; what ranks say is gathered in order."""
+    ranks = Ranks(ParallelConfig(data=2), torch.device("cpu"))
+    heard = ranks.hear(b"train" if ranks.leads else None)
+    empty = ranks.hear(b"" if ranks.leads else None)
+    said = ranks.gather(b"x" * (ranks.rank + 1))
+    joined = ranks.join_shares(torch.tensor([0.5, 0.0] if ranks.leads else [0.0, 0.25]))
+    return {
+        "heard": heard.decode(),
+        "empty": empty.decode(),
+        "said": [one.decode() for one in said],
+        "joined": joined.tolist(),
+    }
+
+
+def idle(directory: Path) -> Found:
+    """A batch of one sample: a rank without any work computes beside the other, and adds nothing."""
+    batch = random_batch(num_samples=1)
+    found = []
+    for parallel in ({"data": 2}, {"context": 2}):
+        learner = _learner(directory, parallel)
+        metrics = learner.forward_backward(batch)
+        found.append((metrics["loss"], gradients(learner)))
+    (loss, gradient), (expected_loss, expected) = found
+    return {"loss": loss - expected_loss, "worst": max(_apart(gradient[name], expected[name]) for name in expected)}
+
+
+def death(directory: Path) -> Found:
+    """The second rank goes away; the first hears of it at once, in words. The last of all cases."""
+    ranks = Ranks(ParallelConfig(data=2), torch.device("cpu"))
+    if not ranks.leads:
+        os._exit(0)
+    start_s = RealClock().now()
+    try:
+        with named_loss(ranks.rank):
+            ranks.wait()
+    except ComponentDied as error:
+        return {"said": str(error), "seconds": RealClock().now() - start_s}
+    return {}

@@ -1,0 +1,41 @@
+"""One rank of the tests: runs the named cases one after the other, and writes what each found.
+
+python -m tests.learner.rank_main DIRECTORY CASE ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from headrace.environ import rank_place
+from headrace.learner.parallel import context
+from headrace.learner.parallel.config import ParallelConfig
+from headrace.learner.parallel.mesh import joined
+from tests.learner import rank_cases
+
+
+def main(directory: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    context.MASKED_ROWS = 2  # so that short sequences need several blocks, too
+    place = rank_place()
+    found: dict[str, object] = {}
+    config = ParallelConfig(data=place.world, timeout_s=60)
+    rendezvous = "env://" if "MASTER_ADDR" in os.environ else f"file://{directory}/rendezvous"
+    with joined(config, place, torch.device("cpu"), rendezvous):
+        for name in names:
+            try:
+                found[name] = getattr(rank_cases, name)(directory)
+            except Exception:  # noqa: BLE001 - the edge of the process: the test tells
+                found[name] = {"failed": traceback.format_exc()}
+                break
+    (directory / f"found-{place.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,225 @@
+"""A learner over ranks computes what one process computes. The ranks are processes of this machine that speak Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.environ import RankPlace, child_environment, rank_environment
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
+from tests.learner.builders import Setup, gradients, random_batch, tiny
+from tests.learner.rank_cases import BUNDLES, LAYOUTS
+
+Found = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 110.0
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sequences": {},
+    "tied": {"extra": {"tie_word_embeddings": True}},
+    "experts": {"kind": "qwen3_moe", "extra": EXPERTS},
+    "window": {"kind": "mistral", "extra": {"sliding_window": 3}},
+    "sinks": {
+        "kind": "gpt_oss",
+        "extra": {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    },
+}
+TWO = [name for name, (_, ways) in LAYOUTS.items() if torch.tensor(list(ways.values())).prod() == 2 or "ep2" in name]
+FOUR = [name for name in LAYOUTS if name not in TWO]
+
+
+def run(directory: Path, num_ranks: int, cases: list[str]) -> Found:
+    """What the first rank found; all ranks have ended when this returns."""
+    for stale in (*directory.glob("rendezvous*"), *directory.glob("found-*")):
+        stale.unlink()
+    ranks = []
+    for rank in range(num_ranks):
+        place = RankPlace(rank=rank, local_rank=rank, world=num_ranks)
+        environment = {**child_environment("", 1), **rank_environment(place)}
+        command = [sys.executable, "-m", "tests.learner.rank_main", str(directory), *cases]
+        with (directory / f"rank-{rank}.log").open("wb") as log:
+            ranks.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+    try:
+        for process in ranks:
+            process.wait(DEADLINE_S)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    found: Found = json.loads((directory / "found-0.json").read_text())
+    return found
+
+
+def reference(directory: Path, kind: str) -> Found:
+    """Loss, metrics and gradient norm of one process; gradients beside them, for the ranks."""
+    tiny(directory / kind, **KINDS[kind])
+    algo = {"bundle": BUNDLES.get(kind, "grpo")}
+    learner = Setup(model_dir=directory / kind, algo=algo, config={"tokens_per_microbatch": 30}).learner()
+    gradient = learner.forward_backward(random_batch(num_samples=7))
+    save_file(gradients(learner), directory / f"{kind}.gradients")
+    norm = torch.nn.utils.get_total_norm([p.grad for p in learner.model.parameters()])
+    return {"metrics": gradient.metrics, "norm": float(norm)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Found:
+    return {kind: reference(place, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def curve_alone(place: Path, alone: Found) -> list[list[float]]:
+    learner = Setup(model_dir=place / "dense", config={"tokens_per_microbatch": 30}).learner()
+    reports = [learner.train(random_batch(step=step, num_samples=7)) for step in range(4)]
+    return [[report.metrics["loss"], report.metrics["grad_norm"]] for report in reports]
+
+
+@pytest.fixture(scope="module")
+def two(place: Path, alone: Found) -> Found:
+    others = ["words", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon", "death"]
+    return run(place, 2, [*TWO, *others])
+
+
+@pytest.fixture(scope="module")
+def four(place: Path, alone: Found) -> Found:
+    return run(place, 4, [*FOUR, "four"])
+
+
+def answer(found: Found, case: str) -> Found:
+    assert case in found, f"an earlier case failed: {[name for name in found if 'failed' in found[name]]}"
+    assert "failed" not in found[case], found[case]["failed"]
+    result: Found = found[case]
+    return result
+
+
+def assert_exact(found: Found, expected: Found) -> None:
+    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    name, apart = found["worst"]
+    assert apart < 1e-5, name
+    for metric, value in found["metrics"].items():
+        assert value == pytest.approx(expected["metrics"][metric], rel=1e-4, abs=1e-6), metric
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_compute_the_loss_and_gradient_of_one_process(two: Found, alone: Found, layout: str) -> None:
+    assert_exact(answer(two, layout), alone[LAYOUTS[layout][0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR)
+def test_four_ranks_compute_the_loss_and_gradient_of_one_process(four: Found, alone: Found, layout: str) -> None:
+    assert_exact(answer(four, layout), alone[LAYOUTS[layout][0]])
+
+
+def assert_same_curve(found: list[list[float]], expected: list[list[float]]) -> None:
+    assert len(found) == len(expected)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_ranks_train_along_the_curve_of_one_process(two: Found, curve_alone: list[list[float]]) -> None:
+    assert_same_curve(answer(two, "curve")["curve"], curve_alone)
+
+
+def test_a_snapshot_goes_on_along_the_same_curve_when_it_is_cut_otherwise(
+    two: Found, curve_alone: list[list[float]]
+) -> None:
+    resumed = answer(two, "resume")
+    assert resumed["step"] == 2
+    assert_same_curve(resumed["curve"], curve_alone[2:])
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_four_ranks_goes_on_along_the_same_curve_on_two(
+    four: Found, place: Path, curve_alone: list[list[float]]
+) -> None:
+    assert_same_curve(answer(four, "four")["curve"], curve_alone)
+    assert_same_curve(answer(run(place, 2, ["resume_on_two"]), "resume_on_two")["curve"], curve_alone[2:])
+
+
+def test_every_weight_travels_whole_under_its_own_name(two: Found) -> None:
+    assert answer(two, "experts_snapshot") == {"names": True, "equal": True}
+
+
+def test_a_snapshot_of_parted_experts_is_an_ordinary_model_directory(two: Found, place: Path) -> None:
+    answer(two, "experts_snapshot")
+    saved = place / "experts_saved"
+    names = {name for path in saved.glob("model-*.safetensors") for name in load_file(path)}
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
+    assert names == set(json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"])
+    before, after = (weight_tensors(load_model(ModelConfig(path=str(path)))) for path in (place / "experts", saved))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_no_file_of_a_snapshot_is_pickled(two: Found, place: Path) -> None:
+    answer(two, "curve")
+    assert {path.suffix for path in (place / "saved_by_two").iterdir()} == {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize("setting", ["recompute", "offload_activations", "offload_optimizer"])
+def test_saving_memory_changes_no_bit_of_the_weights(two: Found, setting: str) -> None:
+    assert answer(two, "memory")[setting]
+
+
+def test_small_updates_of_bfloat16_weights_are_kept_by_their_float32_copies(two: Found) -> None:
+    found = answer(two, "masters")
+    assert found["moved_True"] > 0.9
+    assert found["moved_False"] < 0.1
+    assert found["rounded_True"]
+
+
+def test_muon_makes_the_update_of_the_whole_matrix(two: Found) -> None:
+    found = answer(two, "muon")
+    assert found["matrices"] == 14
+    assert found["worst"] < 1e-4
+
+
+def test_orders_reach_every_rank_and_answers_come_in_order(two: Found) -> None:
+    assert answer(two, "words") == {"heard": "train", "empty": "", "said": ["x", "xx"], "joined": [0.5, 0.25]}
+
+
+def test_a_rank_without_work_adds_nothing(two: Found) -> None:
+    found = answer(two, "idle")
+    assert abs(found["loss"]) < 1e-6
+    assert found["worst"] < 1e-5
+
+
+def test_a_rank_that_goes_away_ends_the_others_within_seconds_and_in_words(two: Found) -> None:
+    found = answer(two, "death")
+    assert "lost another rank" in found["said"]
+    assert found["seconds"] < 20
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(place: Path, alone: Found) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["tests.learner.rank_main", str(place), "words", "fsdp2"]
+    (place / "found-0.json").unlink(missing_ok=True)
+    subprocess.run(command, cwd=ROOT, env=child_environment("", 1), check=True, timeout=DEADLINE_S, capture_output=True)
+    found = json.loads((place / "found-0.json").read_text())
+    assert_exact(answer(found, "fsdp2"), alone["dense"])
