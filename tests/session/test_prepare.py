@@ -34,7 +34,7 @@ def test_a_run_that_can_work_is_prepared(prepared: Prepare) -> None:
     assert len(made.tasks) == 12
     assert made.max_context == len("10+11=") + 4
     assert made.decode([3, 1, 4]) == "01"  # the end of the sequence is no text
-    assert made.stop_ids == (1,)
+    assert made.sampling.stop_ids == (1,)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_a_model_directory_that_is_a_file_is_refused(tmp_path: Path, prepared: P
 def test_ends_of_sequence_come_from_tokenizer_and_generation_settings(tmp_path: Path, prepared: Prepare) -> None:
     model = tiny_model(tmp_path / "many")
     (model / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
-    assert prepared(model=model).stop_ids == (1, 5)
+    assert prepared(model=model).sampling.stop_ids == (1, 5)
     shutil.rmtree(tmp_path / "work")
     (model / "generation_config.json").write_text("[]")
-    assert prepared(model=model).stop_ids == (1,)
+    assert prepared(model=model).sampling.stop_ids == (1,)
 
 
 def test_rows_and_reward_may_be_handed_over_in_python(prepared: Prepare) -> None:

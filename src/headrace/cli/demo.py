@@ -16,6 +16,7 @@ def demo(
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     seed: int = typer.Option(0, "--seed", help="Fixes model, split, and every draw."),
     directory: Path = typer.Option(None, "--dir", help="Where to; default: runs/demo- and the time."),
+    mixture: bool = typer.Option(False, "--mixture", help="A mixture of experts (qwen3_moe) instead of a dense model."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Train a small model to add on this machine, and watch the reward climb.
@@ -39,7 +40,7 @@ def demo(
             remedy=f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again",
         )
     if as_json:
-        made = build_demo(target, seed=seed)
+        made = build_demo(target, seed=seed, mixture=mixture)
     else:
         out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
         if not out.is_terminal:
@@ -47,7 +48,10 @@ def demo(
         with Progress(console=out, transient=True) as bar:
             task = bar.add_task("supervised phase: a careless teacher")
             made = build_demo(
-                target, seed=seed, progress=lambda done, total: bar.update(task, completed=done, total=total)
+                target,
+                seed=seed,
+                mixture=mixture,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides]
     if as_json:

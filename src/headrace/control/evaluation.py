@@ -21,7 +21,7 @@ class Evaluator:
     """Measures the mean reward on the held-out tasks."""
 
     def __init__(self, parts: Serving, *, samples: int, temperature: float | None, run_seed: int) -> None:
-        sampling = parts.sampling
+        sampling = msgspec.structs.replace(parts.sampling, record_kept=False, record_routing=False)
         if temperature is not None:
             sampling = msgspec.structs.replace(sampling, temperature=temperature)
         self._parts = parts

@@ -18,6 +18,12 @@ class EngineConfig(Section):
     """Longest completion, in tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature while training; the learner uses the same."""
+    top_k: int = Field(default=0, ge=0)
+    """Only this many of the most likely tokens can be drawn; 0 for all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the most likely tokens whose probabilities together reach this can be drawn; 1 for all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this fraction as likely as the most likely one can be drawn; 0 for all."""
     max_sequences: int = Field(default=64, ge=1)
     """Sequences in the batch at once."""
     max_context: int | None = Field(default=None, ge=2)

@@ -35,7 +35,6 @@ from headrace.launch.order import Component, Order, World
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.observation import Event
-from headrace.types.sampling import Sampling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +70,7 @@ class _Processes:
             model=order.model.model_dump(mode="json"),
             learner=order.learner.model_dump(mode="json"),
             algo=order.algo.model_dump(mode="json"),
-            temperature=order.engine.temperature,
+            temperature=order.sampling.temperature,
             total_steps=order.total_steps,
             tokenizer_dir=order.tokenizer_dir,
             snapshot="" if order.snapshot is None else str(order.snapshot),
@@ -207,18 +206,13 @@ def _scorers(processes: _Processes) -> ScorerPool:
 
 
 def _serving(order: Order, engine_client: EngineClient, pool: ScorerPool) -> dict[str, Any]:
-    sampling = Sampling(
-        max_new_tokens=order.engine.max_new_tokens,
-        temperature=order.engine.temperature,
-        stop_ids=order.stop_ids,
-    )
     return {
         "engine": engine_client,
         "scorer": pool,
         "env": SingleTurn(),
         "clock": RealClock(),
         "eval_tasks": order.eval_tasks,
-        "sampling": sampling,
+        "sampling": order.sampling,
         "max_context": order.max_context,
         "decode": order.decode,
     }

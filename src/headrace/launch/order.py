@@ -17,6 +17,7 @@ from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.sync import SyncConfig
 from headrace.types.observation import Event
+from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.trace import Span
 
@@ -39,8 +40,8 @@ class Order:
     launch: LaunchConfig
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
-    stop_ids: tuple[int, ...]
-    """Tokens that end a completion."""
+    sampling: Sampling
+    """How training samples."""
     max_context: int
     """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]

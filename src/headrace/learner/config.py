@@ -34,6 +34,11 @@ class LearnerConfig(Section):
     """AdamW's decoupled decay, on matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    keep_sampling_mask: bool = True
+    """With truncated sampling (``engine.top_p`` and its like), log π is taken over the tokens that could be drawn, as
+    log μ was. Without it the ratio π/μ is wrong for every truncated token."""
+    keep_routing: bool = True
+    """In a mixture of experts, tokens go to the experts that computed them in the engine."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Token positions of one forward and backward pass; the result does not depend on it."""
     share_prefixes: bool = False

@@ -25,7 +25,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         launch=config.launch,
         tasks=prepared.tasks,
         eval_tasks=prepared.eval_tasks,
-        stop_ids=prepared.stop_ids,
+        sampling=prepared.sampling,
         max_context=prepared.max_context,
         decode=prepared.decode,
         run_dir=run_dir,

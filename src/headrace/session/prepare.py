@@ -9,16 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace.algo.losses.custom import Custom
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
+from headrace.models.load import read_config
+from headrace.models.mixtures import routes
 from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.config import RunConfig
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.scorer import Score
+from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 
 Rows = Iterable[Mapping[str, Any]]
@@ -45,8 +50,8 @@ class Prepared:
     """With the reward's reference filled in."""
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
-    stop_ids: tuple[int, ...]
-    """Tokens that end a completion."""
+    sampling: Sampling
+    """How training samples; its seed is replaced for every turn."""
     max_context: int
     """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
@@ -90,7 +95,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        stop_ids=stop_ids,
+        sampling=_sampling(config, stop_ids),
         max_context=_context(config, tasks, eval_tasks),
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
     )
@@ -167,6 +172,24 @@ def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task
             remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
         )
     return context
+
+
+def _sampling(config: RunConfig, stop_ids: tuple[int, ...]) -> Sampling:
+    """What an exact loss needs is recorded: what could be drawn, if not everything; experts, if there are any."""
+    engine = config.engine
+    sampling = Sampling(
+        max_new_tokens=engine.max_new_tokens,
+        temperature=engine.temperature,
+        top_k=engine.top_k,
+        top_p=engine.top_p,
+        min_p=engine.min_p,
+        stop_ids=stop_ids,
+    )
+    return msgspec.structs.replace(
+        sampling,
+        record_kept=sampling.truncated and config.learner.keep_sampling_mask,
+        record_routing=config.learner.keep_routing and routes(read_config(config.model.path)),
+    )
 
 
 def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:

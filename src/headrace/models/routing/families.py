@@ -55,6 +55,3 @@ FAMILIES: dict[str, Gates] = {
     "Glm4MoeTopkRouter": sigmoid_gates,
 }
 """By the class of the router in transformers."""
-
-NAMES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
-"""Their model types, for messages."""

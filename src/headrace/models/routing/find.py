@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from headrace.errors import ModelError
+from headrace.models.mixtures import NAMES
 from headrace.models.routing.base import Layer, RoutedModel
-from headrace.models.routing.families import FAMILIES, NAMES
+from headrace.models.routing.families import FAMILIES
 
 _MIXTURE = re.compile(r"(Experts|Router|Gating|MoE|MoeBlock|MoEBlock)$")
 """What transformers calls the parts of a mixture of experts."""

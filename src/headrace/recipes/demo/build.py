@@ -20,8 +20,19 @@ class Demo:
     run_file: Path
 
 
-def build_demo(directory: Path, *, seed: int, progress: Callable[[int, int], None] = lambda done, total: None) -> Demo:
-    """Make the demo in ``directory``; ``progress`` is told steps done and in all of the supervised phase."""
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
+"""Of about the same size per token as the dense model."""
+
+
+def build_demo(
+    directory: Path,
+    *,
+    seed: int,
+    mixture: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Demo:
+    """Make the demo in ``directory``, with a mixture of experts if asked for; ``progress`` is told steps done and in
+    all of the supervised phase."""
     from headrace.models.tiny import TinySpec, make_tiny
     from headrace.recipes.demo.warm import warm_start
 
@@ -36,13 +47,14 @@ def build_demo(directory: Path, *, seed: int, progress: Callable[[int, int], Non
     spec = TinySpec(
         vocab=VOCAB,
         seed=seed,
+        kind="qwen3_moe" if mixture else "qwen3",
         hidden_size=128,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         intermediate_size=384,
         max_positions=64,
-        extra={"tie_word_embeddings": True},
+        extra={"tie_word_embeddings": True, **(MIXTURE if mixture else {})},
     )
     cold = make_tiny(directory / "untrained", spec)
     warm_start(cold, directory / "model", pairs.warm, seed=seed, progress=progress)

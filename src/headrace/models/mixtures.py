@@ -1,0 +1,36 @@
+"""Which model types are mixtures of experts whose routing can be recorded and replayed; reads only a config."""
+
+# gate: getattr - the settings of a foreign config differ from model to model
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+NAMES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen3_moe")
+"""Their model types."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def routes(config: PreTrainedConfig) -> bool:
+    """Whether a model of this configuration routes its tokens to experts.
+
+    Raises :class:`~headrace.errors.ModelError` for a mixture of experts of a family that is not known here.
+    """
+    if config.model_type in NAMES:
+        return True
+    counts = {name: getattr(config, name, None) for name in _EXPERTS}
+    experts = {name: count for name, count in counts.items() if isinstance(count, int) and count > 1}
+    if experts:
+        name, count = next(iter(experts.items()))
+        raise ModelError(
+            f"a {config.model_type} is a mixture of experts ({name}={count}) whose routing can be neither recorded nor "
+            "replayed",
+            remedy=f"use a model of type {', '.join(NAMES)}, or set learner.keep_routing = false",
+        )
+    return False
