@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 
 from headrace.bench.base import Report, Row, Target, show
@@ -10,16 +11,23 @@ from headrace.errors import ConfigError, nearest
 
 _BENCHMARKS = {
     "algo": "headrace.bench.algo",
+    "engine": "headrace.bench.engine",
     "loop": "headrace.bench.loop",
 }
 """Name of the benchmark and the module whose ``measure`` runs it."""
 
 
-def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None) -> Report:
-    """Run the benchmark ``name``; ``tell`` hears what is going on. :class:`ConfigError` if there is none."""
+def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None, **options: object) -> Report:
+    """Run the benchmark ``name`` with its own ``options``; ``tell`` hears what is going on. :class:`ConfigError` if
+    there is no such benchmark or option."""
     if name not in _BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, _BENCHMARKS))
-    report: Report = importlib.import_module(_BENCHMARKS[name]).measure(tell)
+    measure = importlib.import_module(_BENCHMARKS[name]).measure
+    known = set(inspect.signature(measure).parameters) - {"tell"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"benchmark {name} has no option --{unknown[0]}", remedy=f"leave --{unknown[0]} out")
+    report: Report = measure(tell, **options)
     return report
 
 

@@ -8,14 +8,22 @@ from headrace.cli.output import console, print_json
 
 
 def bench(
-    name: str = typer.Argument(help="Which benchmark: loop or algo."),
+    name: str = typer.Argument(help="Which benchmark: loop, algo or engine."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    threads: int = typer.Option(0, min=0, help="engine: threads of each side; 0 for all cores."),
+    quick: bool = typer.Option(False, "--quick", help="engine: only show that it runs; the figures say nothing."),
+    vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
     from headrace.bench import run_benchmark, show
 
     out = console()
-    result = run_benchmark(name, tell=lambda line: None if as_json else out.print(line, style="dim"))
+    given = {"threads": threads, "quick": quick, "vllm": vllm}
+    result = run_benchmark(
+        name,
+        tell=lambda line: None if as_json else out.print(line, style="dim"),
+        **{option: value for option, value in given.items() if value},
+    )
     if as_json:
         print_json(result)
     else:

@@ -1,4 +1,5 @@
-"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it.
+"""The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it. Of a model
+with adapters: the active one as an ordinary directory of peft's.
 
 Nothing in it is pickled: tensors and numbers, as safetensors. The schedule is a function of the step and needs no file.
 """
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner.disk import SLACK_BYTES, whole_or_nothing
 from headrace.models import ModelConfig, load_model
-from headrace.models.weights import weight_tensors
+from headrace.models.weights import is_adapted, weight_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 
@@ -46,7 +47,12 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
     Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
     """
     with whole_or_nothing(directory, num_bytes(model, optimizer)):
-        model.save_pretrained(directory)
+        if is_adapted(model):
+            from headrace.models import lora
+
+            lora.save_adapter(model, directory)
+        else:
+            model.save_pretrained(directory)
         for pattern in TOKENIZER_FILES:
             for path in model_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)
@@ -64,6 +70,9 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
 
     Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
     """
+    if is_adapted(model):
+        _restore_adapter(directory, model)
+        return
     held = weight_tensors(model)
     dtype: Any = str(model.dtype).removeprefix("torch.")
     try:
@@ -80,6 +89,18 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(saved[name])
+
+
+def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
+    from headrace.models import lora
+
+    try:
+        lora.load_adapter(model, directory)
+    except ModelError as error:
+        raise CheckpointError(
+            f"snapshot {directory} holds no adapter of this run: {error.problem}",
+            remedy="resume with the model.path and model.lora that the run was started with, or from an older snapshot",
+        ) from error
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -24,7 +24,8 @@ _REMEDY = "give the directory of a Hugging Face causal language model: config.js
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
-    """The model, ready for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, dropout off.
+    """The model, ready for :func:`headrace.models.attention.forward`: in evaluation mode, on ``device``, dropout off;
+    frozen, with an adapter, where ``config.lora`` asks for one.
 
     Before it comes back it has shown, on a few tokens, that packing sequences changes nothing: each gives what it
     gives alone, under the architecture's own attention. Raises :class:`~headrace.errors.ModelError`.
@@ -58,11 +59,17 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
         ) from error
     _refuse_incomplete(config.path, info)
+    if config.lora is not None:
+        from headrace.models.lora import add_adapter
+
+        add_adapter(model, config.lora, config.path)  # before it moves: drawn on the CPU, it is the same everywhere
     model = model.to(device).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     check.check_packing(model, config.path)
+    if config.deterministic:
+        _make_deterministic(model, config.path)
     return model
 
 
@@ -115,6 +122,11 @@ def read_config(path: str) -> PreTrainedConfig:
             raise ValueError(f"it holds a {type(tree).__name__}, not an object")
         return AutoConfig.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
     except FileNotFoundError:
+        if (file.parent / "adapter_config.json").is_file():
+            raise ModelError(
+                f"model.path={path!r} holds an adapter, and no model",
+                remedy=f"set model.path to the model it was trained on, and model.lora.adapter = {path!r}",
+            ) from None
         raise ModelError(f"model.path={path!r} holds no config.json", remedy=_REMEDY) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"{file} cannot be used: {error}", remedy=_REMEDY) from error
@@ -134,7 +146,7 @@ def _directory(path: str) -> Path:
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    quantised = getattr(config, "quantization_config", None) is not None
+    quantised = getattr(config, "quantization_config", None)
     kind = config.model_type
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     reasons = {
@@ -142,8 +154,14 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         "it takes more than text": config.get_text_config() is not config,
         "transformers knows no causal language model of that type": type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING,
         f"it has layers of type {', '.join(strange)}": strange,
-        "its weights are quantised": quantised,
     }
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelError(
+            f"model.path={path!r} is a {kind}: its weights are quantised ({method})",
+            remedy="give the directory of the unquantised model; to save memory in training, set model.dtype = "
+            "'bfloat16' and train an adapter: [model.lora]",
+        )
     for reason, applies in reasons.items():
         if applies:
             raise ModelError(
@@ -162,6 +180,18 @@ def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:
             f"the weights of model.path={path!r} lack what config.json asks for: {shown}",
             remedy="save the whole model again, or make config.json fit the weights",
         )
+
+
+def _make_deterministic(model: PreTrainedModel, path: str) -> None:
+    from headrace.models.kernels.deterministic import make_deterministic
+
+    try:
+        make_deterministic(model)
+    except ModelError as error:
+        raise ModelError(
+            f"model.deterministic=true, and model.path={path!r} is a {type(model).__name__}: {error.problem}",
+            remedy=error.remedy,
+        ) from None
 
 
 def _safetensors_remedy(directory: Path) -> str:

@@ -1,12 +1,18 @@
-"""The tensors that travel from the learner to the engines."""
+"""The tensors that are trained, and travel from the learner to the engines."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+_LORA = "lora_"
+"""How peft begins the names of what it adds to a layer; the name of the adapter follows as a part of its own."""
+
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
+
+    Of a model with adapters: those of the active one, under names that do not say what the adapter is called. The rest
+    never changes, so it need not travel.
 
     The tensors are the parameters themselves: pointing one elsewhere (``tensor.data = view``) changes the model, in
     every place where the parameter is tied.
@@ -15,4 +21,29 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     >>> {name: tuple(tensor.shape) for name, tensor in weight_tensors(layer).items()}
     {'weight': (3, 2), 'bias': (3,)}
     """
-    return dict(model.named_parameters(remove_duplicate=True))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=True))
+    if not is_adapted(model):
+        return tensors
+    return {
+        without_adapter(name): tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad
+    }
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether adapters are trained, and not the model itself."""
+    return any(of_adapter(name) for name, _ in model.named_parameters())
+
+
+def without_adapter(name: str) -> str:
+    """
+    >>> without_adapter("layers.0.q_proj.lora_A.default.weight")
+    'layers.0.q_proj.lora_A.weight'
+    """
+    parts = name.split(".")
+    at = next(place for place, part in enumerate(parts) if part.startswith(_LORA))
+    return ".".join([*parts[: at + 1], *parts[at + 2 :]])
+
+
+def of_adapter(name: str) -> bool:
+    """Whether a parameter or module of this name was added by peft."""
+    return any(part.startswith(_LORA) for part in name.split("."))

@@ -119,15 +119,21 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> R
     return validate(RunConfig, _absolute(tree, Path.cwd()))
 
 
-_PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("env", "reward"), ("run", "dir"))
+_PATHS = ("model.path", "model.lora.adapter", "data.path", "data.eval_path", "env.reward", "run.dir")
 
 
 def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    for section, key in _PATHS:
-        table = tree.get(section)
+    for path in _PATHS:
+        *sections, key = path.split(".")
+        table: Any = tree
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value:
-            tree = merge(tree, {section: {key: str(directory / Path(value).expanduser())}})
+            change: dict[str, Any] = {key: str(directory / Path(value).expanduser())}
+            for section in reversed(sections):
+                change = {section: change}
+            tree = merge(tree, change)
     return _with_absolute_loss(tree, directory)
 
 

@@ -18,6 +18,7 @@ from headrace.config import merge
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.launch import Component
+from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
 LEDGER_FILE = "ledger.sqlite"
@@ -134,4 +135,7 @@ def run_file_of(where: Path) -> dict[str, Any] | Path:
     except ValueError as error:
         raise _damaged(where / CONFIG_FILE, error) from None
     snapshot = starting_point(where).snapshot
-    return tree if snapshot is None else merge(tree, {"model": {"path": str(snapshot)}})
+    if snapshot is None:
+        return tree
+    trained = ModelConfig.model_validate(tree["model"]).at(str(snapshot))
+    return merge(tree, {"model": trained.model_dump(mode="json")})

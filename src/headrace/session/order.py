@@ -12,9 +12,8 @@ from headrace.session.prepare import Prepared
 def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> Order:
     """The launcher's order; ``snapshot`` is where a resumed run's weights and optimizer are."""
     config = prepared.config
-    weights = config.model.path if snapshot is None else str(snapshot)
     return Order(
-        model=config.model.model_copy(update={"path": weights}),
+        model=config.model if snapshot is None else config.model.at(str(snapshot)),
         tokenizer_dir=config.model.path,
         snapshot=snapshot,
         engine=config.engine,

@@ -1,0 +1,302 @@
+"""Adapters on a frozen model, by peft: put in, loaded, saved, switched.
+
+    load_model ──▶ add_adapter: peft wraps layers in place; the class of the model and its tree of modules stay
+               ──▶ A from its own seed, B = 0, or both from files ──▶ only they require gradients
+    weight_tensors(model) ──▶ the active adapter's tensors: optimizer, publication, snapshot see nothing else
+
+The only file that imports peft.
+"""
+
+# gate: getattr - peft notes its adapters on a foreign model
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.errors import ConfigError, ModelError
+from headrace.models.config import LoraConfig
+from headrace.models.weights import of_adapter
+
+DEFAULT = "default"
+"""What the adapter of a model with one is called."""
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""An adapter on the disk, as peft names its files."""
+
+_PREFIX = "base_model.model."
+"""What peft puts before the names in its files."""
+
+_CONV1D = "Conv1D"
+"""The class of linear layers with a transposed weight (gpt2)."""
+
+_TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Layers that peft takes for parts of the experts wherever it meets them in a mixture: shared experts and dense layers
+of a mixture get no adapter."""
+
+_SAID = {"r": "rank", "lora_alpha": "alpha", "use_dora": "use_dora"}
+"""What decides what the same tensors compute: in peft's files, and in :class:`LoraConfig`."""
+
+_ELSEWHERE = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode"}
+    | {"init_lora_weights", "lora_dropout", "peft_type", "peft_version", "revision", "target_modules"}
+    | {"target_parameters", "task_type", "layers_pattern", *_SAID}
+)
+"""Settings of peft's files that are checked in another way, or do not change what an adapter computes."""
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str = DEFAULT) -> None:
+    """Put the adapter ``name`` into ``model``, in place, and make it the active one; all else is frozen.
+
+    The same configuration and base give the same numbers, whatever the state of torch's generators, which stays as it
+    is. ``base`` is the directory of the model. Raises :class:`~headrace.errors.ModelError` for layers that are not
+    there and for an adapter that does not fit, :class:`~headrace.errors.ConfigError` where peft is not installed.
+    """
+    peft = _peft()
+    wanted = _peft_config(peft, model, config, base)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters that are there
+        torch.manual_seed(config.seed)  # noqa: TID251 - peft initialises from the global generator
+        try:
+            peft.inject_adapter_in_model(wanted, model, adapter_name=name)
+        except ValueError as error:
+            raise ModelError(
+                f"the adapter {name!r} cannot stand beside {', '.join(adapters(model))}: {error}",
+                remedy="give all adapters of a model the same experts",
+            ) from error
+    peft.functional.cast_adapter_dtype(model, name)
+    _select(model, name)
+    if config.adapter is not None:
+        load_adapter(model, Path(config.adapter))
+
+
+def adapters(model: nn.Module) -> tuple[str, ...]:
+    """The names of the adapters in ``model``; none for a model that is trained as a whole."""
+    return tuple(getattr(model, "peft_config", ()))
+
+
+@contextmanager
+def active(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Inside, the adapter ``name`` computes and is trained, and no other; afterwards whichever did before.
+
+    A gradient that another adapter has gathered stays where it is.
+    """
+    if name not in adapters(model):
+        raise ModelError(
+            f"the model has no adapter {name!r}", remedy=f"choose one of {', '.join(adapters(model)) or 'none'}"
+        )
+    before = active_adapter(model)
+    _select(model, name)
+    try:
+        yield
+    finally:
+        _select(model, before)
+
+
+def active_adapter(model: nn.Module) -> str:
+    """The name of the one that computes."""
+    layer: Any = next(module for module in model.modules() if _is_adapted(module))
+    (name,) = layer.active_adapters
+    return str(name)
+
+
+def save_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Write the active adapter into ``directory``, as peft's ``PeftModel.from_pretrained`` reads it."""
+    name = active_adapter(model)
+    tensors = {f"{_PREFIX}{key}": tensor.contiguous() for key, tensor in _in_files(model, name).items()}
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    model.peft_config[name].save_pretrained(str(directory))
+
+
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Copy the adapter in ``directory`` into the active one of ``model``.
+
+    Raises :class:`~headrace.errors.ModelError`, and leaves the model as it was, for a directory that is none, an
+    adapter that was trained on another base or computes otherwise, and tensors of other names or shapes.
+    """
+    name = active_adapter(model)
+    tree, tensors = read_adapter(directory)
+    _refuse_other(directory, tree, model.peft_config[name])
+    held = _in_files(model, name)
+    problems = [f"{key} is missing" for key in held if key not in tensors]
+    problems += [f"{key} has no place" for key in tensors if key not in held]
+    problems += [
+        f"{key} is {list(tensors[key].shape)}, expected {list(tensor.shape)}"
+        for key, tensor in held.items()
+        if key in tensors and tensors[key].shape != tensor.shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ModelError(
+            f"the adapter in {directory} does not fit a {type(model).__name__} with model.lora as configured: "
+            f"{'; '.join(problems[:3])}{more}",
+            remedy=f"use the base it was trained on ({tree.get('base_model_name_or_path')}), and set "
+            f"model.lora.target_modules = {json.dumps(tree.get('target_modules'))}, "
+            f"experts = {json.dumps(bool(tree.get('target_parameters')))}",
+        )
+    with torch.no_grad():
+        for key, tensor in held.items():
+            tensor.copy_(tensors[key])
+
+
+def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The settings and the tensors of an adapter on the disk, the latter without peft's prefix."""
+    try:
+        tree = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = load_file(directory / WEIGHTS_FILE)
+        if not isinstance(tree, dict) or tree.get("peft_type") != "LORA":
+            raise ValueError(f"{CONFIG_FILE} is not of a LoRA")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"{directory} holds no usable adapter: {error}",
+            remedy=f"give a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, as peft and the snapshots here write it",
+        ) from None
+    return tree, {key.removeprefix(_PREFIX): tensor for key, tensor in tensors.items()}
+
+
+def config_of(directory: Path) -> LoraConfig:
+    """The configuration under which the adapter in ``directory`` loads."""
+    tree, _ = read_adapter(directory)
+    targets = tree.get("target_modules")
+    return LoraConfig(
+        target_modules=targets if targets == "all-linear" else sorted(targets or ()),
+        experts=bool(tree.get("target_parameters")),
+        adapter=str(directory),
+        **{said: tree.get(key) for key, said in _SAID.items()},
+    )
+
+
+def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
+    """The layers that peft has wrapped, by name, each with its wraps from the outermost in."""
+    found: list[tuple[str, list[Any]]] = []
+    for name, module in model.named_modules():
+        if _is_adapted(module) and found and name.startswith(f"{found[-1][0]}."):
+            found[-1][1].append(module)
+        elif _is_adapted(module):
+            found.append((name, [module]))
+    return found
+
+
+def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
+    """An adapter whose tensors would fit, and mean something else."""
+    base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
+    if base and Path(base).name != Path(here).name:
+        raise ModelError(
+            f"the adapter in {directory} was trained on {base}, and model.path is {here}",
+            remedy=f"set model.path to {base}; if that is the same model under another name, "
+            f"change base_model_name_or_path in {directory / CONFIG_FILE}",
+        )
+    wrong = {said: tree.get(key) for key, said in _SAID.items() if tree.get(key) != getattr(held, key)}
+    if wrong:
+        ours = ", ".join(f"{said}={getattr(held, key)}" for key, said in _SAID.items() if said in wrong)
+        raise ModelError(
+            f"the adapter in {directory} was trained with other settings than model.lora's {ours}",
+            remedy=f"set {', '.join(f'model.lora.{said} = {json.dumps(value)}' for said, value in wrong.items())}",
+        )
+    plain = type(held)().to_dict()
+    strange = sorted(key for key, value in tree.items() if value and key not in _ELSEWHERE and value != plain.get(key))
+    if strange:
+        raise ModelError(
+            f"the adapter in {directory} uses {', '.join(f'{key}={tree[key]!r}' for key in strange)}, "
+            "which would not be computed or trained here",
+            remedy="merge it into its base with peft (merge_and_unload) and train from that",
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+        import peft.functional
+    except ImportError:
+        raise ConfigError(
+            "model.lora needs the package peft, which is not installed", remedy="pip install 'headrace[lora]'"
+        ) from None
+    return peft
+
+
+def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> Any:
+    wanted, names = config.target_modules, _linear_names(model)
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=names if wanted == "all-linear" else _named(model, wanted, names),
+        target_parameters=_expert_parameters(model) if config.experts else None,
+        use_dora=config.use_dora,
+        init_lora_weights=True if config.init == "default" else config.init,
+        fan_in_fan_out=any(type(module).__name__ == _CONV1D for module in model.modules()),
+    )
+
+
+def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
+    """The layers whose names end so."""
+    lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
+    if lost:
+        known = sorted({name.rpartition(".")[2] for name in names})
+        raise ModelError(
+            f"model.lora.target_modules: a {type(model).__name__} has no layer {', '.join(map(repr, lost))} that can "
+            "be adapted (the head and the embedding cannot; in a mixture, the layers of experts only by experts=true)",
+            remedy=f"choose from {', '.join(known)}",
+        )
+    return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """All layers that can be adapted."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    barred = _TAKEN_FOR_EXPERTS if _expert_names(model) else frozenset()
+    names = {
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == _CONV1D)
+        if not of_adapter(name)
+    }
+    return sorted(name for name in names if name.rpartition(".")[2] not in barred)
+
+
+def _expert_parameters(model: nn.Module) -> list[str]:
+    """The ends of the names of the parameters that hold all experts of a layer: ``mlp.experts.down_proj``."""
+    ends = {re.sub(r"^.*\.\d+\.", "", name) for name in _expert_names(model)}
+    if not ends:
+        raise ModelError(
+            f"model.lora.experts=true, and a {type(model).__name__} has no weights of experts",
+            remedy="leave model.lora.experts out",
+        )
+    return sorted(ends)
+
+
+def _expert_names(model: nn.Module) -> list[str]:
+    return [
+        name.replace(".base_layer", "")
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and not of_adapter(name)
+    ]
+
+
+def _select(model: nn.Module, name: str) -> None:
+    for module in model.modules():
+        if _is_adapted(module):
+            module.set_adapter(name)  # type: ignore[operator]
+
+
+def _is_adapted(module: nn.Module | None) -> bool:
+    """A layer that peft has wrapped."""
+    return module is not None and hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
+    """The tensors of an adapter themselves, under peft's names in files, without its prefix."""
+    found: dict[str, Tensor] = _peft().get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return found
