@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.control.summary import Summary
     from headrace.errors import HeadraceError
+    from headrace.policy import Policy
     from headrace.session import Evaluation, RunConfig, evaluate, load_config, train
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Evaluation": "headrace.session",
     "HeadraceError": "headrace.errors",
+    "Policy": "headrace.policy",
     "RunConfig": "headrace.session",
     "Summary": "headrace.control.summary",
     "evaluate": "headrace.session",
@@ -26,7 +28,7 @@ _HOMES = {
 }
 """Public names and the modules they come from: imported when they are first asked for."""
 
-__all__ = ["Evaluation", "HeadraceError", "RunConfig", "Summary", "evaluate", "load_config", "train"]
+__all__ = ["Evaluation", "HeadraceError", "Policy", "RunConfig", "Summary", "evaluate", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from tools.gate.source import Finding, Source
 ROOMS = (
     *("errors", "clock", "environ", "types", "config", "models", "engine", "sync", "algo", "env", "scoring"),
     *("rollout", "flow", "learner", "checkpoint", "control", "launch", "plan", "observe", "recipes", "session"),
-    *("bench", "cli", "testing", "headrace", "__main__"),
+    *("policy", "bench", "cli", "testing", "headrace", "__main__"),
 )
 """A room imports only rooms that stand before it, or itself."""
 

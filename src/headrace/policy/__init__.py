@@ -1,0 +1,19 @@
+"""Primitives for those who write their own loop: one process, an engine that samples, a learner that trains.
+
+    prompts ──sample──▶ Engine, in a thread ──samples──▶ your rewards ──advantages──▶ forward_backward, repeatedly
+                          ▲                                                             │ gradient, added up
+                          │ slots.py: copy, stage, commit between two steps             ▼
+                          └───────────────────────── publish ◀───────────────────── optim_step: version + 1
+
+The gradient is the sum of those of all calls since the last ``optim_step``, each divided by its own denominator.
+"""
+
+from headrace.learner.core import Gradient, Update
+from headrace.policy.config import PolicyConfig
+from headrace.policy.policy import Policy
+from headrace.policy.sample import Sample
+from headrace.types.messages.engine import StaleFork
+from headrace.types.tokens import Tokens
+from headrace.types.weights import Interrupt
+
+__all__ = ["Gradient", "Interrupt", "Policy", "PolicyConfig", "Sample", "StaleFork", "Tokens", "Update"]

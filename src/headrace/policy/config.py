@@ -1,0 +1,94 @@
+"""Settings of a policy: the sections of a run file that sampling and training need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, TypedDict
+
+from pydantic import Field, model_validator
+
+from headrace.algo.config import AlgoConfig
+from headrace.config import Section, merge, validate
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.learner.config import LearnerConfig
+from headrace.models.config import ModelConfig
+
+Table = Mapping[str, Any] | Section
+"""A section as a run file has it, or as its record."""
+
+
+class PolicyConfig(Section):
+    """What a policy is made of."""
+
+    model: ModelConfig
+    """Which model is trained."""
+    engine: EngineConfig = EngineConfig()
+    """How it is sampled. Its temperature is the learner's too."""
+    learner: LearnerConfig = LearnerConfig()
+    """The optimizer and its schedule."""
+    algo: AlgoConfig = AlgoConfig()
+    """The loss of a ``forward_backward`` that names none, and the advantages of an ``advantages`` that names none."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Where a decaying learning rate ends."""
+    seed: int = Field(default=0, ge=0)
+    """With the number of prompts sampled so far it fixes every draw for which ``sample`` is given no seed."""
+    device: str = "cpu"
+    """torch's name of where engine and learner compute: ``cpu``, ``cuda``, ``cuda:1``."""
+
+    @model_validator(mode="after")
+    def _schedule_ends(self) -> Self:
+        if self.learner.schedule != "constant" and self.total_steps is None:
+            raise ConfigError(
+                f"learner.schedule={self.learner.schedule!r} decays, and total_steps does not say until when",
+                remedy="set total_steps, or learner.schedule = 'constant'",
+            )
+        return self
+
+
+class Settings(TypedDict, total=False):
+    """What may be said to :meth:`headrace.Policy.load` beside the model's directory: :class:`PolicyConfig`'s keys."""
+
+    model: Table
+    """All but its path."""
+    engine: Table
+    """See :class:`~headrace.engine.config.EngineConfig`."""
+    learner: Table
+    """See :class:`~headrace.learner.config.LearnerConfig`."""
+    algo: Table
+    """See :class:`~headrace.algo.config.AlgoConfig`."""
+    total_steps: int
+    """Where a decaying learning rate ends."""
+    seed: int
+    """Of the draws."""
+    device: str
+    """Where it computes."""
+
+
+def resolve(
+    base: Mapping[str, Any], settings: Mapping[str, Any], lr: float | None, loss: str | Mapping[str, Any] | None
+) -> PolicyConfig:
+    """``base`` under ``settings``, with ``lr`` and ``loss`` at their places. ``algo`` replaces that of the base; keys
+    of other sections are laid over it one by one.
+
+    >>> resolve({"model": {"path": "m"}}, {"engine": {"temperature": 0.8}}, 1e-5, "gspo").algo.loss.kind
+    'gspo'
+    """
+    given = {key: _tree(value) if isinstance(value, Section) else value for key, value in settings.items()}
+    for short, value, section, key in (("lr", lr, "learner", "lr"), ("loss", loss, "algo", "loss")):
+        if value is None:
+            continue
+        table = dict(given.get(section, {}))
+        if key in table:
+            raise ConfigError(f"{short} and {section}.{key} are both given", remedy="give one of them")
+        given[section] = {**table, key: value}
+    tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in given)}, given)
+    path = tree.get("model", {}).get("path")
+    if isinstance(path, str) and path:
+        tree = merge(tree, {"model": {"path": str(Path(path).expanduser().resolve())}})
+    return validate(PolicyConfig, tree)
+
+
+def _tree(section: Section) -> dict[str, Any]:
+    return section.model_dump(mode="json", exclude_unset=not isinstance(section, AlgoConfig))

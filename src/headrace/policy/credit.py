@@ -1,0 +1,38 @@
+"""Rewards to advantages, nested as samples are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.algo import notebook
+from headrace.algo.advantages import outcomes_of
+from headrace.algo.config import AlgoConfig
+from headrace.errors import ConfigError, DataError
+
+
+def advantages_of(
+    name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None, options: Mapping[str, Any], algo: AlgoConfig
+) -> list[Any]:
+    """The advantage called ``name``, or that of ``algo``; see :meth:`headrace.policy.Policy.advantages`.
+
+    >>> advantages_of("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
+    [[1.0, -1.0], [0.0, 0.0]]
+    """
+    if not len(rewards):
+        raise DataError("there are no rewards", remedy="give one for each sample")
+    nested = groups is None and all(isinstance(row, list | tuple) for row in rewards)
+    flat = [reward for row in rewards for reward in row] if nested else list(rewards)
+    labels = [place for place, row in enumerate(rewards) for _ in row] if nested else groups
+    if name is not None:
+        credit = notebook.advantage(name, flat, groups=labels, **options)
+    elif options:
+        raise ConfigError(f"option {next(iter(options))!r} is given to no formula", remedy="name the advantage")
+    else:
+        credit = algo.credit(outcomes_of(flat, labels)).tolist()
+    if not nested:
+        return credit
+    if len(credit) != len(flat):
+        raise ConfigError(f"advantage {name!r} credits single tokens", remedy="give flat rewards with groups")
+    numbers = iter(credit)
+    return [[next(numbers) for _ in row] for row in rewards]

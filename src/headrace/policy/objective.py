@@ -1,0 +1,158 @@
+"""Which formula one ``forward_backward`` uses, and how a function of the log-probabilities becomes one.
+
+A function f of all log π of a batch, however it combines them, has the gradient Σ_i ∂f/∂log π_i · ∇ log π_i. So f is
+computed once on all of them, and the slopes ∂f/∂log π_i are the weights of a plain sum, which any micro-batching gives
+exactly.
+
+Shape legend: N tokens of the samples one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from headrace.algo.base import BatchLayout, Column, LossInputs, LossOutput, Shares, TokenLoss
+from headrace.algo.config import AlgoConfig
+from headrace.algo.losses.section import LossSection
+from headrace.algo.objective import Objective
+from headrace.config import validate
+from headrace.errors import ConfigError, DataError
+from headrace.learner.config import COLUMNS
+from headrace.types.batch import Batch
+from headrace.types.versions import NOT_SAMPLED
+
+Choice = str | Mapping[str, Any] | AlgoConfig
+"""A loss by name, the ``[algo]`` table of a run file, or its record."""
+
+Metrics = Mapping[str, Any]
+Formula = Callable[[LossInputs], Tensor | tuple[Tensor, Metrics]]
+"""The loss of a whole batch, a scalar, with or without numbers to report."""
+
+
+class Current(Objective):
+    """Stands where a learner's objective stands, and is the one that was chosen last."""
+
+    def __init__(self, first: Objective) -> None:
+        self.choose(first)
+
+    def choose(self, objective: Objective) -> None:
+        """From now on."""
+        object.__setattr__(self, "_now", objective)  # its base is frozen; this is the part that changes
+
+    _now: Objective
+
+    @property
+    def old(self) -> Any:
+        return self._now.old
+
+    @property
+    def columns(self) -> frozenset[Column]:
+        return self._now.columns
+
+    @property
+    def selects(self) -> bool:
+        return self._now.selects
+
+    def shares(self, layout: BatchLayout) -> Shares:
+        return self._now.shares(layout)
+
+    def prepare(self, whole: LossInputs) -> Tensor | None:
+        return self._now.prepare(whole)
+
+    def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
+        return self._now(inputs, weights_N)
+
+
+class Slopes(LossSection):
+    """Σ slope · log π, with the slopes in the column of advantages."""
+
+    kind: Literal["slopes"] = "slopes"
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        return TokenLoss(tokens_N=inputs.advantages_N * inputs.log_pi_N)
+
+
+class Sum:
+    """Σ_tokens x, with nothing below it."""
+
+    kind: ClassVar[str] = "sum"
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        return Shares(weights_N=layout.mask_N.float(), mass=torch.ones(()))
+
+
+LINEAR = Objective(Slopes(), (), Sum())
+
+
+def algo_of(choice: Choice) -> AlgoConfig:
+    """The settings that ``choice`` stands for; a name alone leaves all others at their defaults.
+
+    Raises :class:`~headrace.errors.ConfigError` for a name or key that does not exist, and for a formula that reads
+    what the learner does not compute.
+
+    >>> algo_of("gspo").correction[0].kind
+    'tis'
+    """
+    if isinstance(choice, AlgoConfig):
+        algo = choice
+    elif isinstance(choice, str | Mapping):
+        algo = validate(AlgoConfig, {"loss": choice} if isinstance(choice, str) else choice)
+    else:
+        raise ConfigError(f"loss={choice!r} names no loss", remedy="give a name, or the table or record of [algo]")
+    missing = sorted(Objective.build(algo).columns - COLUMNS)
+    if missing:
+        raise ConfigError(
+            f"loss={algo.loss.kind!r} with its corrections reads {', '.join(missing)}, which the learner does not "
+            "compute",
+            remedy="choose another, or write it with forward_backward_custom",
+        )
+    return algo
+
+
+def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
+    """∂fn/∂log π (N, float32), and what ``fn`` reports, ``loss`` among it.
+
+    Raises :class:`~headrace.errors.DataError` for anything that has no such slopes.
+    """
+    with torch.enable_grad():
+        returned = fn(inputs)
+    loss, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise DataError(f"the loss function returned {shape}", remedy="return one number as a tensor: sum or mean")
+    if not loss.requires_grad:
+        raise DataError(
+            "the loss does not depend on log_pi_N: there is no gradient",
+            remedy="compute it from inputs.log_pi_N, without .detach(), .item() or numpy",
+        )
+    (slopes_N,) = torch.autograd.grad(loss.sum(), inputs.log_pi_N, allow_unused=True)
+    if slopes_N is None:
+        raise DataError("the loss does not depend on log_pi_N: there is no gradient", remedy="use inputs.log_pi_N")
+    slopes_N = slopes_N.masked_fill(~inputs.mask_N, 0.0)
+    if not (loss.isfinite().all() and slopes_N.isfinite().all()):
+        raise DataError(
+            f"the loss is {_number(loss):g} and its slopes are not all finite",
+            remedy="clamp log-ratios before exp (inputs.log_ratio_N does), and do not divide by 0",
+        )
+    return slopes_N, {name: _number(value) for name, value in {**metrics, "loss": loss}.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` for tokens of older weights that ``algo`` does not account for."""
+    sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
+    ages = batch.ages()[sampled_N[batch.mask_N]]
+    oldest = int(ages.max(initial=0))
+    if oldest > 0 and not algo.corrected and not algo.allow_uncorrected:
+        raise ConfigError(
+            f"samples are up to {oldest} versions old, and loss={algo.loss.kind!r} corrects for none of it",
+            remedy="give it a correction ('tis'), algo.old = 'engine', or samples of the present version; to insist, "
+            "algo.allow_uncorrected = true",
+        )

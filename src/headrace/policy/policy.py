@@ -1,0 +1,384 @@
+"""A policy that one process samples, trains and publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.algo.objective import Objective, usable
+from headrace.clock import RealClock
+from headrace.engine import RequestOptions
+from headrace.engine.local import LocalEngine, LocalTerms
+from headrace.engine.native import NativeEngine
+from headrace.errors import ConfigError, DataError, RunError
+from headrace.learner.core import Gradient, LearnerContext, LearnerCore, Update
+from headrace.learner.packing import MicroBatch
+from headrace.learner.work import Work
+from headrace.models import context_length, load_model, load_tokenizer
+from headrace.models.endings import stop_ids
+from headrace.models.weights import weight_tensors
+from headrace.policy import objective, store
+from headrace.policy.config import PolicyConfig, Settings, resolve
+from headrace.policy.credit import advantages_of
+from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
+from headrace.policy.sample import Sample, Samples, Terms, make_batch
+from headrace.policy.sampler import How, Prompt, Sampler, routes, together
+from headrace.policy.slots import Slots
+from headrace.types.batch import Batch
+from headrace.types.messages.engine import Fork, StaleFork
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import FloatColumn, Tokens
+from headrace.types.weights import Interrupt, SwapReport
+
+
+class Policy:
+    """A model that can be sampled and trained, each from plain Python.
+
+    Sampling is asynchronous and needs the policy to be open (``async with policy``, or :meth:`start`); training is not,
+    and does not. The learner is used by one thread at a time; ``await asyncio.to_thread(policy.forward_backward, ...)``
+    trains while this event loop and its sampling go on.
+
+    >>> import asyncio, tempfile
+    >>> from pathlib import Path
+    >>> from headrace.models.tiny import TinySpec, make_tiny
+    >>> model = make_tiny(Path(tempfile.mkdtemp()) / "model", TinySpec(vocab="ab", hidden_size=16, num_layers=1))
+    >>> async def one_step():
+    ...     async with Policy.load(model, lr=1e-3, loss="grpo") as policy:
+    ...         groups = await policy.sample(["ab", "ba"], n=4, max_new_tokens=3)
+    ...         rewards = [[sample.text.count("a") for sample in group] for group in groups]
+    ...         policy.forward_backward(groups, policy.advantages("grpo", rewards))
+    ...         policy.optim_step()
+    ...         swap = await policy.publish()
+    ...         return swap.version, policy.version
+    >>> asyncio.run(one_step())
+    (1, 1)
+    """
+
+    def __init__(self, config: PolicyConfig, *, num_prompts: int = 0) -> None:
+        """See :meth:`load`. ``num_prompts``: sampled before, in an earlier life."""
+        _refuse_device(config.device)
+        path = config.model.path
+        tokenizer = load_tokenizer(path)
+        self.config = config
+        self.tokenizer = tokenizer
+        self._clock = RealClock()
+        self._objective = Current(Objective.build(algo_of(config.algo)))
+        model = load_model(config.model, config.device)
+        self._learner = LearnerCore(
+            model,
+            config.learner,
+            self._objective,
+            LearnerContext(
+                temperature=config.engine.temperature,
+                total_steps=config.total_steps or 1,
+                model_dir=Path(path),
+                clock=self._clock,
+            ),
+        )
+        self._entropy_gradient = "entropy" in self._objective.columns
+        twin = load_model(config.model, config.device)
+        self._slots = Slots(weight_tensors(model), weight_tensors(twin))
+        self._core = NativeEngine(
+            twin,
+            config.engine,
+            max_context=config.engine.max_context or context_length(path),
+            receiver=self._slots,
+            clock=self._clock,
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        )
+        usual = Sampling(
+            max_new_tokens=config.engine.max_new_tokens,
+            temperature=config.engine.temperature,
+            stop_ids=stop_ids(path, tokenizer.eos_token_id),
+            record_routing=routes(model),
+        )
+        self._sampler = Sampler(tokenizer, usual, seed=config.seed, num_prompts=num_prompts)
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._engine: LocalEngine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._publishing = asyncio.Lock()
+        self._busy = threading.Lock()
+        self._busy_with = ""
+        self._weights = threading.Lock()
+
+    @classmethod
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        lr: float | None = None,
+        loss: str | Mapping[str, Any] | None = None,
+        **settings: Unpack[Settings],
+    ) -> Self:
+        """The policy in ``directory``: a Hugging Face causal language model, or what :meth:`save` wrote, which goes on
+        exactly where it was.
+
+        ``lr`` stands for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``; ``settings`` are those of
+        :class:`~headrace.policy.config.PolicyConfig`, laid over the saved ones. Raises
+        :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.ModelError` and
+        :class:`~headrace.errors.CheckpointError`.
+        """
+        directory = Path(directory).expanduser()
+        state = store.read_state(directory)
+        base = {} if state is None else state.config
+        if base.get("model", {}).get("lora") is None:  # an adapter is saved without the model it adapts
+            base = {**base, "model": {**base.get("model", {}), "path": str(directory)}}
+        config = resolve(base, dict(settings), lr, loss)
+        if state is None:
+            return cls(config)
+        policy = cls(config, num_prompts=state.num_prompts)
+        policy._learner.restore(directory)
+        return policy
+
+    @property
+    def version(self) -> int:
+        """Of the learner's weights: the number of optimizer steps behind them."""
+        return self._learner.version
+
+    @property
+    def engine_version(self) -> int:
+        """Of the weights that sample; -1 before the policy is open."""
+        return self._slots.committed
+
+    # -- sampling ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open it, once: start the engine in this event loop and publish the learner's weights to it."""
+        if self._loop is not None:
+            raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
+        self._loop = asyncio.get_running_loop()
+        terms = LocalTerms(max_requests=self.config.engine.max_waiting)
+        self._engine = await LocalEngine(self._core, clock=self._clock, terms=terms).__aenter__()
+        try:
+            await self.publish()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """End sampling; whoever waits for samples hears of it. The learner can still be used and saved."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.__aexit__()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def sample(
+        self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[How]
+    ) -> list[list[Sample]]:
+        """``n`` answers to each prompt: a list for every prompt, in order.
+
+        A prompt is text, chat messages, token ids, or :class:`~headrace.types.tokens.Tokens`. ``how`` is laid over the
+        settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives the
+        same answers under the same weights; without, each call draws anew. Weights that are published meanwhile are
+        used from then on, and every token says which version sampled it.
+
+        Raises :class:`~headrace.errors.DataError` for a prompt, :class:`~headrace.errors.ConfigError` for a setting and
+        :class:`~headrace.errors.RequestError` for what the engine cannot serve; no answer comes back then.
+        """
+        engine = self._open("sample")
+        return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, how))
+
+    async def fork(  # gate: parameters - a face for people, who name each argument
+        self,
+        sample: Sample,
+        at: int,
+        n: int = 1,
+        *,
+        seed: int | None = None,
+        stale: StaleFork = StaleFork.RECOMPUTE,
+        **how: Unpack[How],
+    ) -> list[Sample]:
+        """``n`` other answers that begin with the first ``at`` tokens of ``sample``'s.
+
+        What they begin with is a part of their prompts: it carries no loss there, and is trained with ``sample``. The
+        engine remembers ``engine.fork_memory`` sequences; where it has forgotten this one, its tokens can be a prompt.
+        ``stale`` says what happens if newer weights were published since.
+        """
+        engine = self._open("fork")
+        if sample.engine != self._sampler.name:
+            raise DataError(
+                "the sample to fork was not sampled by this policy since it was loaded",
+                remedy="fork what its sample() returned, or give the first tokens to sample() as a prompt",
+            )
+        given = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
+        options = RequestOptions(fork=Fork(parent=sample.request_id, at=at, stale=stale))
+        (group,) = self._sampler.plan([given], n, seed, how)
+        asked = [replace(one, group=sample.group, options=options) for one in group]
+        (forked,) = await self._sampler.sample(engine, [asked])
+        return forked
+
+    async def score(self, samples: Sequence[Sample | Tokens], *, temperature: float | None = None) -> list[FloatColumn]:
+        """The log-probability of each token of prompt and answer under the weights that sample; 0 for the first.
+
+        A column (F,) for each; where a token has a kept-set or routing, under that. ``temperature`` is by default that
+        of the policy.
+        """
+        engine = self._open("score")
+        divisor = self.config.engine.temperature if temperature is None else temperature
+        tokens = [one.full if isinstance(one, Sample) else one for one in samples]
+        return await together([engine.score(one, temperature=divisor) for one in tokens])
+
+    async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
+        """Make the learner's weights the ones that sample, between two engine steps; what runs goes on as ``mode``
+        says. The learner stands still for one copy of its weights.
+
+        Raises :class:`~headrace.errors.RunError` if they are in use already.
+        """
+        engine = self._open("publish")
+        if mode not in tuple(Interrupt):
+            raise ConfigError(f"mode={mode!r} does not exist", remedy=f"one of: {', '.join(Interrupt)}")
+        async with self._publishing:
+            with self._weights:
+                update = self._slots.copy(self.version)
+            await engine.stage(update)
+            return await engine.commit(update.version, Interrupt(mode))
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def advantages(
+        self, name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None = None, **options: Any
+    ) -> list[Any]:
+        """The advantage called ``name`` of each reward; ``None`` for what ``config.algo`` says.
+
+        ``rewards`` are nested as samples are, a list for each prompt; or flat, with ``groups`` to say which share a
+        baseline. The result is nested in the same way. ``options`` as in :func:`headrace.algo.advantage`.
+        """
+        return advantages_of(name, rewards, groups, options, self.config.algo)
+
+    def forward_backward(self, samples: Samples, advantages: Sequence[Any], *, loss: Choice | None = None) -> Gradient:
+        """Add the gradient of a loss over ``samples`` to what :meth:`optim_step` will use.
+
+        ``advantages`` are nested as the samples are: a number for each, or one for each token of its answer. ``loss``
+        is a name, a table or record of ``[algo]``; by default the policy's own. Its denominator is that of this call:
+        over several calls the gradients add up. π_old is the learner's policy at this moment; for several updates on
+        the same samples set ``algo.old = "engine"``.
+
+        Raises :class:`~headrace.errors.DataError`, :class:`~headrace.errors.ConfigError` and
+        :class:`~headrace.errors.RunError` before anything has changed. If the computation itself fails, no gradient is
+        left, not that of earlier calls either.
+        """
+        with self._learning("forward_backward"):
+            algo = self.config.algo if loss is None else algo_of(loss)
+            chosen = Objective.build(algo)
+            if "entropy" in chosen.columns and not self._entropy_gradient:
+                raise ConfigError(
+                    f"loss={algo.loss.kind!r} has an entropy bonus, and the policy's own loss has none, so the learner "
+                    "gives entropies without gradient",
+                    remedy="give Policy.load an algo whose loss has entropy_coef > 0",
+                )
+            batch = make_batch(samples, advantages, self._terms())
+            refuse_uncorrected(batch, algo)
+            self._objective.choose(chosen)
+            return self._learner.forward_backward(batch)
+
+    def forward_backward_custom(
+        self, samples: Samples, fn: Formula, *, advantages: Sequence[Any] | None = None
+    ) -> Gradient:
+        """As :meth:`forward_backward`, for any differentiable function of the log-probabilities of all samples.
+
+        ``fn`` gets :class:`~headrace.algo.base.LossInputs` with every token of prompts and answers, one sample after
+        the other, and returns the loss, or the loss and a dict of numbers to report. It is called once, whatever the
+        micro-batches, so it may combine samples as it likes; that takes a second forward pass. ``log_pi_N`` is 0
+        outside ``mask_N``, and a gradient there has no effect. Nothing is normalised but by ``fn``.
+
+        Raises :class:`~headrace.errors.DataError` for a function that gives no loss or no finite gradient.
+        """
+        with self._learning("forward_backward_custom"):
+            batch = make_batch(samples, advantages, self._terms())
+            slopes_N, reported = slopes_of(fn, self._inputs(batch))
+            linear = msgspec.structs.replace(batch, advantages_N=slopes_N.cpu().numpy().astype(np.float32))
+            self._objective.choose(objective.LINEAR)
+            gradient = self._learner.forward_backward(linear)
+            return replace(gradient, metrics={**gradient.metrics, **reported})
+
+    def optim_step(self) -> Update:
+        """One optimizer step with the gradient that was added up; :attr:`version` counts up.
+
+        Raises :class:`~headrace.errors.RunError` if there is none, or it is not finite: the weights are as they were.
+        """
+        with self._learning("optim_step"), self._weights:
+            return self._learner.optim_step()
+
+    def demonstrations(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Sample]:
+        """Samples that nobody sampled, to be imitated with ``loss="ce"`` and advantages of 1; each answer gets the
+        tokenizer's end of sequence."""
+        encoded = self._sampler.encode(prompts)
+        if len(encoded) != len(answers):
+            raise DataError(f"{len(encoded)} prompts and {len(answers)} answers", remedy="give an answer to each")
+        return [self._sampler.demonstration(*pair) for pair in zip(encoded, answers, strict=True)]
+
+    def save(self, directory: str | Path) -> None:
+        """Write model, tokenizer, optimizer, version and settings into ``directory``, which must be new; :meth:`load`
+        goes on from there bit for bit, and any Hugging Face program reads the model.
+
+        Raises :class:`~headrace.errors.CheckpointError` where that cannot be done, and
+        :class:`~headrace.errors.RunError` between ``forward_backward`` and ``optim_step``.
+        """
+        with self._learning("save"):
+            if any(parameter.grad is not None for parameter in self._learner.model.parameters()):
+                raise RunError(
+                    "there is a gradient that no step has used, and it would not be saved",
+                    remedy="call optim_step before save",
+                )
+            state = store.PolicyState(config=self.config.model_dump(mode="json"), num_prompts=self._sampler.num_prompts)
+            store.save(Path(directory).expanduser().absolute(), self._learner, state)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _terms(self) -> Terms:
+        return Terms(step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size)
+
+    def _inputs(self, batch: Batch) -> Any:
+        """All columns of the batch, with log π as the leaf that a loss is differentiated by."""
+        mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
+        work = Work(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
+        log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
+        inputs = work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N)
+        groups_S = torch.from_numpy(batch.groups_S.astype(np.int64)).to(log_pi_N.device)
+        return replace(inputs, groups_S=groups_S)
+
+    def _open(self, what: str) -> LocalEngine:
+        if self._engine is None:
+            state = "has been closed" if self._loop is not None else "is not open"
+            raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RunError(
+                f"{what}: the policy was opened in another event loop",
+                remedy="sample and publish in the loop that opened it; any thread may train",
+            )
+        return self._engine
+
+    @contextmanager
+    def _learning(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RunError(
+                f"{what} was called while another thread is inside {self._busy_with}",
+                remedy="use the learner from one thread at a time: await one asyncio.to_thread before the next",
+            )
+        try:
+            self._busy_with = what
+            yield
+        finally:
+            self._busy.release()
+
+
+def _refuse_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}", remedy="set device='cpu'") from None

@@ -1,0 +1,195 @@
+"""What was sampled, and what a learner makes of it.
+
+Shape legend: P tokens of a prompt, T tokens of an answer, F = P + T tokens of both, N tokens of all samples one after
+the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import DataError, RunError
+from headrace.types.batch import Batch, TrainSample
+from headrace.types.episode import EpisodeKey, StopReason
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import FloatColumn, Tokens
+from headrace.types.versions import oldest
+
+_FRESH = "sample again with this policy, or load the policy that sampled them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A prompt and one answer to it, token for token as they were sampled.
+
+    All tokens of the answer carry loss, and those of the prompt that a policy sampled: the next prompt of a
+    conversation is ``sample.full + Tokens.observed(ids)``, and its sample trains every turn. What must not be trained
+    (again) is given as ids.
+
+    >>> sample = Sample(prompt=Tokens.observed([5, 6]), tokens=Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]))
+    >>> sample.full.ids_T.tolist(), sample.mask_F.tolist()
+    ([5, 6, 7], [False, False, True])
+    """
+
+    prompt: Tokens
+    tokens: Tokens
+    """The answer, its stop token included."""
+    text: str = ""
+    """The answer without special tokens."""
+    stop_reason: StopReason | None = None
+    """Why it ended; ``None`` if it was not sampled."""
+    group: int = 0
+    """Names its prompt: samples of one group share a baseline."""
+    sampling: Sampling | None = None
+    """How it was sampled; ``None`` if it was not."""
+    request_id: int = -1
+    """Names it in the engine, for a fork."""
+    engine: str = ""
+    """Names the engine that sampled it; empty if it was not sampled."""
+
+    @property
+    def full(self) -> Tokens:
+        """Prompt and answer."""
+        return self.prompt + self.tokens
+
+    @property
+    def mask_F(self) -> npt.NDArray[np.bool_]:
+        """Which tokens of prompt and answer carry loss."""
+        return np.concatenate([self.prompt.sampled_T, np.ones(len(self.tokens), bool)])
+
+
+Samples = Sequence[Sample] | Sequence[Sequence[Sample]]
+"""Samples, or a list of them for each prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a learner asks of samples."""
+
+    step: int
+    """The version it has."""
+    temperature: float
+    """By which it divides logits."""
+    vocab_size: int
+    """Ids run from 0 to one below it."""
+
+
+def make_batch(samples: Samples, advantages: Any, terms: Terms) -> Batch:
+    """The batch of ``samples``. ``advantages``, nested as they are, is a number for each, or one for each token of its
+    answer; ``None`` for 0 throughout.
+
+    Raises :class:`~headrace.errors.DataError` for what does not fit together, and
+    :class:`~headrace.errors.RunError` for what this learner cannot have asked for.
+    """
+    flat = _flat_samples(samples)
+    fulls = [sample.full for sample in flat]
+    for place, (sample, full) in enumerate(zip(flat, fulls, strict=True)):
+        _refuse_foreign(f"sample {place}", sample, full, terms)
+    credit = [0.0] * len(flat) if advantages is None else _flat_advantages(samples, advantages)
+    columns = [_credit(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
+    laid_out = [
+        TrainSample(key=EpisodeKey(sample.group, place), tokens=full, mask_T=sample.mask_F, advantage=0.0)
+        for place, (sample, full) in enumerate(zip(flat, fulls, strict=True))
+    ]
+    return msgspec.structs.replace(Batch.collate(terms.step, laid_out), advantages_N=np.concatenate(columns))
+
+
+def _flat_samples(samples: Samples) -> list[Sample]:
+    flat: list[Any] = []
+    for one in samples:
+        flat += one if isinstance(one, Sequence) else [one]
+    if not flat:
+        raise DataError("there are no samples", remedy="give at least one")
+    for place, sample in enumerate(flat):
+        if not isinstance(sample, Sample):
+            raise DataError(
+                f"sample {place} is a {type(sample).__name__}", remedy="give samples, or a list of samples per prompt"
+            )
+    return flat
+
+
+def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
+    rows = _listed(advantages, "advantages")
+    _refuse_length("samples" if isinstance(samples[0], Sample) else "groups", len(samples), len(rows))
+    flat: list[Any] = []
+    for place, (one, credit) in enumerate(zip(samples, rows, strict=True)):
+        if isinstance(one, Sample):
+            flat.append(credit)
+            continue
+        own = _listed(credit, f"advantages[{place}]")
+        _refuse_length(f"samples in group {place}", len(one), len(own))
+        flat += own
+    return flat
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise DataError(
+            f"{name} is {values!r}, which is no list", remedy="give advantages nested as the samples are"
+        ) from None
+
+
+def _refuse_length(what: str, expected: int, found: int) -> None:
+    if expected != found:
+        raise DataError(
+            f"there are {expected} {what} and {found} advantages for them",
+            remedy="give advantages nested as the samples are, one for each",
+        )
+
+
+def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
+    """The advantage of every token of prompt and answer."""
+    try:
+        given = np.asarray(advantage, np.float32)
+    except (TypeError, ValueError):
+        raise DataError(f"the advantage of sample {place} is {advantage!r}", remedy="give a number") from None
+    if given.ndim and given.shape != (len(sample.tokens),):
+        raise DataError(
+            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {given.shape}",
+            remedy="give one number, or one for each token of the answer",
+        )
+    if not np.isfinite(given).all():
+        raise DataError(
+            f"an advantage of sample {place} is not finite",
+            remedy="give finite advantages; leave a sample that does not count out, or give it 0",
+        )
+    if not given.ndim:
+        return np.full(len(sample.prompt) + len(sample.tokens), given, np.float32)
+    if sample.prompt.sampled_T.any():
+        raise DataError(
+            f"sample {place} has advantages per token, and its prompt holds sampled tokens, which have none",
+            remedy="give one number, or a prompt of Tokens.observed(ids)",
+        )
+    return np.concatenate([np.zeros(len(sample.prompt), np.float32), given])
+
+
+def _refuse_foreign(name: str, sample: Sample, full: Tokens, terms: Terms) -> None:
+    outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= terms.vocab_size))
+    if len(outside):
+        raise DataError(
+            f"{name} holds token {full.ids_T[outside[0]]}, outside this model's vocabulary of "
+            f"{terms.vocab_size}: it is another model's",
+            remedy=_FRESH,
+        )
+    newest = int(oldest(full.versions_T).max(initial=-1))
+    if newest > terms.step:
+        raise RunError(
+            f"{name} was sampled by version {newest}, and the learner has version {terms.step}: it is another "
+            "policy's, or one from before this one was loaded",
+            remedy=_FRESH,
+        )
+    if sample.sampling is not None and sample.sampling.temperature != terms.temperature:
+        raise RunError(
+            f"{name} was sampled at temperature {sample.sampling.temperature:g}, and the learner divides "
+            f"logits by engine.temperature={terms.temperature:g}",
+            remedy="train on samples of the policy's own temperature; load the policy with "
+            "engine={'temperature': ...} for another",
+        )

@@ -1,0 +1,85 @@
+"""Weights from the learner's model to the engine's, within one process: two slots on the engine's device.
+
+    learner's thread     copy(version)     ──▶ the slot that the engine does not read
+    stager's thread      stage(update)         was that the last copy, and newer than what is in use?
+    engine's thread      commit_parts(...)     the engine's parameters point into it, between two steps
+
+Nothing leaves the process, so nothing is hashed: a slot is written by one copy and read only after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from headrace.errors import RunError, WeightsError
+from headrace.sync.manifest import plan
+from headrace.types.versions import NOT_SAMPLED
+from headrace.types.weights import WeightUpdate
+
+
+class Slots:
+    """Both sides of the transport. ``source`` are the learner's tensors by name, ``target`` the engine's; the first
+    slot is the memory that the engine's tensors have already."""
+
+    def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        self._manifest = plan(source)
+        self._source = list(source.values())
+        self._target = [target[name] for name in source]
+        first = [tensor.data for tensor in self._target]
+        self._slots = (first, [torch.empty_like(tensor) for tensor in first])
+        self._used = 0
+        self._lock = threading.Lock()
+        self._copied: int | None = None
+        """The version in the free slot; ``None`` if it was taken, or is being written."""
+        self._exchanging: int | None = None
+        self.committed = NOT_SAMPLED
+        """The version that the engine uses."""
+
+    def copy(self, version: int) -> WeightUpdate:
+        """Copy the source as it is now into the free slot; the source must not change meanwhile.
+
+        Raises :class:`~headrace.errors.RunError` if the engine uses this version, and
+        :class:`~headrace.errors.WeightsError` while an earlier one is still coming into use.
+        """
+        with self._lock:
+            if version <= self.committed:
+                raise RunError(
+                    f"version {version} is published already", remedy="call optim_step before the next publish"
+                )
+            if self._exchanging is not None:
+                raise WeightsError(
+                    f"version {self._exchanging} is still coming into use, and version {version} needs its slot",
+                    remedy="wait for the publish before",
+                )
+            self._copied = None
+            free = 1 - self._used
+        with torch.no_grad():
+            torch._foreach_copy_(self._slots[free], [tensor.detach() for tensor in self._source])
+        self._copied = version
+        return WeightUpdate(version=version, slot=free, path="", manifest=self._manifest, checksums=())
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Refuse what is not the latest copy."""
+        if update.version != self._copied:
+            raise WeightsError(f"version {update.version} is not the latest copy", remedy="publish again")
+
+    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
+        """Use the copy of ``version``, in ``parts`` changes; refused at once if it is not there."""
+        with self._lock:
+            if version != self._copied:
+                raise WeightsError(f"version {version} is not staged", remedy="publish again")
+            self._copied, self._exchanging = None, version
+        return self._exchange(version, -(-len(self._target) // parts))
+
+    def _exchange(self, version: int, at_once: int) -> Iterator[None]:
+        views = self._slots[1 - self._used]
+        for place, (tensor, view) in enumerate(zip(self._target, views, strict=True)):
+            if place and place % at_once == 0:
+                yield
+            tensor.data = view
+        with self._lock:
+            self._used, self._exchanging, self.committed = 1 - self._used, None, version

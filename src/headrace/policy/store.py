@@ -1,0 +1,75 @@
+"""A policy on the disk: an ordinary model directory with the optimizer, and what else it takes to go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.errors import CheckpointError
+from headrace.learner.core import LearnerCore
+from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
+
+STATE_FILE = "policy.json"
+FORMAT = 1
+
+
+class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy remembers beside weights, optimizer and version."""
+
+    config: dict[str, Any]
+    """Its settings."""
+    num_prompts: int
+    """Sampled so far: the next draws follow from it."""
+    format: int = FORMAT
+    """Raised when an older reader could no longer make sense of it."""
+
+
+def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
+    """Write all of it; ``directory`` appears at once, whole and flushed. It must not exist, or be empty.
+
+    Raises :class:`~headrace.errors.CheckpointError`; nothing is left then.
+    """
+    unfinished = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            raise FileExistsError("it is not empty")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"a policy cannot be saved in {directory}: {error}", remedy="name a directory that does not exist yet"
+        ) from None
+    learner.save(unfinished)
+    with whole_or_nothing(unfinished, SLACK_BYTES):
+        (unfinished / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2))
+    try:
+        unfinished.replace(directory)
+        flush_one(directory.parent)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{directory} cannot be given its name: {error}", remedy="name another") from None
+
+
+def read_state(directory: Path) -> PolicyState | None:
+    """What was saved there; ``None`` for a directory that is only a model's.
+
+    Raises :class:`~headrace.errors.CheckpointError` for a file that cannot be understood.
+    """
+    path = directory / STATE_FILE
+    if not path.is_file():
+        return None
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=PolicyState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", remedy="load an older one, or remove the file to begin at version 0"
+        ) from None
+    if state.format != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {state.format}, this Headrace reads {FORMAT}", remedy="load it with a newer Headrace"
+        )
+    return state
