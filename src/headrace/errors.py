@@ -5,6 +5,8 @@
     ├── DataError (ValueError)       a row, a file of rows, a prompt
     ├── ModelError (ValueError)      a model directory or an architecture
     ├── RequestError (ValueError)    one request that an engine cannot serve
+    │   ├── EngineFull (ValueError)     it has as many as it takes: later it might
+    │   └── SequenceFailed (ValueError) it was sound, and broke while it was computed
     ├── EnvError                     a reward or environment that cannot be used at all
     ├── WeightsError                 a weight update refused before anything changed
     ├── LedgerError                  a ledger that cannot be opened, read or believed
@@ -55,6 +57,14 @@ class ModelError(HeadraceError, ValueError):
 
 class RequestError(HeadraceError, ValueError):
     """One generation request that an engine cannot serve; other requests go on."""
+
+
+class EngineFull(RequestError):
+    """As many requests as the engine takes are waiting or running; others may succeed later."""
+
+
+class SequenceFailed(RequestError):
+    """A sequence broke while it was computed; the request itself was sound."""
 
 
 class EnvError(HeadraceError):

@@ -101,6 +101,51 @@ def test_a_fork_says_what_shall_become_of_a_cache_of_other_weights(pair: Pair) -
     assert logprobs[2] != logprobs[3]
 
 
+@pytest.mark.parametrize("mode", [Interrupt.INFLIGHT, Interrupt.STREAM])
+def test_a_fork_that_refuses_other_weights_fails_if_they_come_while_it_waits(
+    mode: Interrupt, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config, max_sequences=1), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    engine.add(request(0, PROMPT, max_new_tokens=20))
+    for _ in range(10):
+        engine.step()
+    engine.add(fork(1, 0, 8))
+    engine.add(fork(2, 0, 8, StaleFork.RECOMPUTE))
+    weights.stage(engine, 1)
+    engine.commit(1, mode)
+    results = run(engine)
+    (refused,) = results[1]
+    assert (refused.error_kind, len(refused.ids_T), refused.stop_reason) == ("RequestError", 0, None)
+    assert "request 1 forks request 0, whose cache is not of" in refused.error
+    assert "set stale to" in refused.error
+    assert (len(joined(results[0])), len(joined(results[2]))) == (20, 10)
+    assert engine.stats().waiting == engine.stats().cache_blocks_used == 0
+
+
+@pytest.mark.parametrize("stale", [StaleFork.RECOMPUTE, StaleFork.REUSE])
+def test_a_fork_that_waits_over_a_commit_says_by_its_versions_what_computed_it(
+    stale: StaleFork, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config, max_sequences=2), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    engine.add(request(0, PROMPT, max_new_tokens=30))
+    engine.add(request(5, [3], max_new_tokens=12))
+    for _ in range(10):
+        engine.step()
+    engine.add(fork(1, 0, 8, stale))
+    engine.step()
+    assert engine.stats().waiting == 1
+    weights.scale(1.1)
+    weights.send(engine, 1)
+    results = run(engine)
+    assert set(joined(results[1]).versions_T) == {1}
+    assert set(joined(results[0]).versions_T) == {0, 1}
+    assert engine.stats().cached_tokens == (len(PROMPT) + 7 if stale is StaleFork.REUSE else 0)
+
+
 @pytest.mark.parametrize("mode", list(Interrupt))
 def test_a_pinned_sequence_never_notices_a_commit(
     mode: Interrupt, pair: Pair, model_dir: Callable[[str], Path]

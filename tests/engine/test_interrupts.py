@@ -176,8 +176,9 @@ def test_a_paused_engine_stands_still_and_a_released_one_has_no_cache(pair: Pair
     assert joined(run(engine)[1]).ids_T.tolist() == joined(before).ids_T.tolist()
 
 
-def test_a_thousand_commits_under_load_lose_and_repeat_no_token(
-    model_dir: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("commits", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_commits_under_load_lose_and_repeat_no_token(
+    commits: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     config = ModelConfig(path=str(model_dir("llama")))
     engine, weights = make_engine(config, max_sequences=4, flush_tokens=5), Weights(config, tmp_path / "buffer")
@@ -186,11 +187,11 @@ def test_a_thousand_commits_under_load_lose_and_repeat_no_token(
     chunks: dict[int, list[Chunk]] = {}
     modes = [mode for mode in Interrupt if mode is not Interrupt.ABORT_RETRY]
     version, waiting, number = 0, False, 0
-    while version < 1000 or engine.has_work():
-        while version < 1000 and engine.stats().running + engine.stats().waiting < 6:
+    while version < commits or engine.has_work():
+        while version < commits and engine.stats().running + engine.stats().waiting < 6:
             engine.add(request(number, PROMPT, max_new_tokens=15, seed=number % 7))
             number += 1
-        if version < 1000 and not waiting:
+        if version < commits and not waiting:
             version += 1
             weights.stage(engine, version)
             engine.commit(version, modes[version % len(modes)])

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.clock import RealClock
 from headrace.engine import RequestOptions, TokenChunk
-from headrace.engine.local import EngineFull, LocalEngine, LocalTerms, SequenceFailed
-from headrace.errors import ComponentDied, DeadlineError, RequestError, WeightsError
+from headrace.engine.local import LocalEngine, LocalTerms
+from headrace.errors import ComponentDied, DeadlineError, EngineFull, RequestError, SequenceFailed, WeightsError
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import GenerateRequest, Score

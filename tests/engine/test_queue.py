@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from headrace.errors import RequestError
+from headrace.engine.chunks import token_chunk
+from headrace.errors import EngineFull, RequestError, SequenceFailed
 from headrace.models import ModelConfig
 from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 
 Dir = Callable[[str], Path]
@@ -38,7 +41,7 @@ def test_one_request_too_many_is_refused_with_the_limit(model_dir: Dir, tmp_path
     engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", max_waiting=3)
     for number in range(3):
         engine.add(request(number, [3]))
-    with pytest.raises(RequestError, match=r"engine\.max_waiting=3"):
+    with pytest.raises(EngineFull, match=r"engine\.max_waiting=3"):
         engine.add(request(3, [3]))
     engine.step()
     engine.add(request(3, [3]))
@@ -100,3 +103,12 @@ def test_no_prefix_outlives_its_weights(model_dir: Dir, tmp_path: Path) -> None:
     weights.send(engine, 1)
     run(engine, [request(1, range(3, 38))])
     assert engine.stats().cached_tokens == 0
+
+
+def test_a_refusal_keeps_its_kind_on_its_way_to_who_asked() -> None:
+    none = np.zeros(0, np.int32)
+    chunk = Chunk(request_id=3, ids_T=none, logprobs_T=none.astype(np.float32), versions_T=none, error="full; wait")
+    for kind in (EngineFull, RequestError, SequenceFailed):
+        with pytest.raises(RequestError) as raised:
+            token_chunk(msgspec.structs.replace(chunk, error_kind=kind.__name__))
+        assert (type(raised.value), raised.value.problem, raised.value.remedy) == (kind, "full", "wait")

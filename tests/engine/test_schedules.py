@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import DynamicCache
 
+from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
-from tests.engine.harness import Weights, make_engine
-from tests.engine.schedules import Life
+from headrace.types.messages.controller import Chunk
+from headrace.types.versions import mixed, oldest
+from headrace.types.weights import Interrupt
+from tests.engine.harness import Weights, alone, collect, joined, make_engine, request
+from tests.engine.schedules import POOL, Life, pooled
 from tests.models.kinds import plain
 
 
@@ -41,11 +48,11 @@ def many(directory: Path, buffer: Path, seed: int, num_lives: int) -> int:
     return world.engine.stats().preempted
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("qwen3", 0), ("gemma3_text", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("kind", "seed"), [("qwen3", 0), ("gemma3_text", 1)])
 def test_random_schedules_change_no_token(
     kind: str, seed: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    assert many(model_dir(kind), tmp_path / "buffer", seed, 12) > 0
+    assert many(model_dir(kind), tmp_path / "buffer", seed, 6) > 0
 
 
 @pytest.mark.slow
@@ -54,3 +61,112 @@ def test_a_thousand_random_schedules_change_no_token(
     seed: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     assert many(model_dir(("qwen3", "llama", "gemma3_text")[seed % 3]), tmp_path / "buffer", 100 + seed, 50) > 0
+
+
+@dataclass
+class Versions:
+    """An engine whose every version has weights of its own, and a model of each."""
+
+    engine: NativeEngine
+    weights: Weights
+    models: list[torch.nn.Module]
+    pending: bool = False
+    given: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each request its place in the pool and the version it came under; −1 while weights were exchanged."""
+    chunks: dict[int, list[Chunk]] = field(default_factory=dict)
+
+    def commit(self, mode: Interrupt, directory: Path) -> None:
+        if self.pending:
+            return
+        self.weights.scale(1.15 if len(self.models) % 2 else 1 / 1.15)
+        made = plain(directory)
+        made.load_state_dict(self.weights.model.state_dict())
+        self.models.append(made)
+        self.weights.stage(self.engine, len(self.models) - 1)
+        self.pending = True
+        self.engine.commit(len(self.models) - 1, mode)
+        self.keep([])
+
+    def add(self, which: int) -> None:
+        number = len(self.given)
+        self.engine.add(pooled(which, number))
+        self.given[number] = which, -1 if self.pending else len(self.models) - 1
+
+    def keep(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            self.chunks.setdefault(chunk.request_id, []).append(chunk)
+        self.pending = self.pending and not self.engine.take_swaps()
+
+    def live(self, mode: Interrupt, directory: Path, rng: np.random.Generator) -> None:
+        for _ in range(40):
+            action = rng.choice(["add", "add", "step", "step", "commit"])
+            if action == "add":
+                self.add(int(rng.integers(POOL)))
+            elif action == "commit":
+                self.commit(mode, directory)
+            for _ in range(rng.integers(0, 5)):
+                self.keep(self.engine.step())
+        while self.engine.has_work():
+            self.keep(self.engine.step())
+
+    def check(self, mode: Interrupt) -> int:
+        """How many tokens were held against those of the weights that their stamps name."""
+        compared = 0
+        for number, (which, came) in self.given.items():
+            tokens = joined(self.chunks[number])
+            stamps = tokens.versions_T.tolist()
+            assert np.all(np.diff(oldest(tokens.versions_T)) >= 0)
+            first = stamps[0]
+            if mode is Interrupt.STREAM:
+                if first != came:  # weights changed under its prompt
+                    continue
+            else:
+                assert set(stamps) == {first}
+                assert first >= came
+            same = stamps.count(first)
+            expected = alone(self.models[first], pooled(which, number))
+            assert tokens.ids_T.tolist()[:same] == expected[:same]
+            assert len(stamps) == len(expected) or same < len(stamps)
+            compared += same
+        return compared
+
+
+@pytest.mark.parametrize("mode", [Interrupt.DRAIN, Interrupt.BATCH, Interrupt.STREAM])
+def test_tokens_are_those_of_the_weights_whose_version_they_carry(
+    mode: Interrupt, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = model_dir("qwen3")
+    made = life(directory, tmp_path / "buffer", 3)
+    world = Versions(engine=made.engine, weights=made.weights, models=[made.reference])
+    world.live(mode, directory, np.random.default_rng(7))
+    assert len(world.models) > 4
+    assert world.check(mode) > 30
+
+
+def test_a_token_of_a_mix_is_that_of_the_very_mix_that_its_step_saw(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    directory = model_dir("qwen3")
+    config = ModelConfig(path=str(directory))
+    engine, weights = make_engine(config, stream_steps=4), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    passes: list[dict[str, torch.Tensor]] = []
+    engine._model.register_forward_pre_hook(
+        lambda model, _: passes.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    )
+    engine.add(request(0, [5, 6, 7], max_new_tokens=12, temperature=0.0))
+    for _ in range(4):
+        engine.step()
+    weights.scale(1.3)
+    weights.stage(engine, 1)
+    engine.commit(1, Interrupt.STREAM)
+    tokens = joined(collect(engine.step, engine.has_work)[0])
+    assert set(tokens.versions_T) == {0, mixed(0), 1}
+    reference, cache, fed, expected = plain(directory), DynamicCache(), [5, 6, 7], []
+    with torch.inference_mode():
+        for state in passes:
+            reference.load_state_dict(state)
+            output = reference(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
+            fed = [int(output.logits[0, -1].argmax())]
+            expected += fed
+    assert tokens.ids_T.tolist() == expected

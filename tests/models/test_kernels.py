@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -128,9 +130,23 @@ def test_nothing_is_loaded_from_a_directory_that_others_can_write(tmp_path: Path
     assert "other users" in answer.reason
 
 
-def test_kernels_share_the_threads_of_torch(ops: Kernels) -> None:
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("no /proc")
-    loaded = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line and ".so" in line}
-    assert len([name for name in loaded if "/torch/" in name]) == 1
+def test_two_threads_of_a_program_may_call_at_once_and_get_the_same_bits(ops: Kernels) -> None:
+    torch.set_num_threads(2)
+    x, w = drawn(64, 128), drawn(256, 128, seed=1)
+    wanted = ops.linear(x, w, None)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: [ops.linear(x, w, None) for _ in range(50)], range(4)))
+    assert all(torch.equal(y, wanted) for ys in found for y in ys)
+
+
+@pytest.mark.parametrize("target", [("-mavx2", "-mfma"), ("-O2",)], ids=["avx2", "baseline"])
+def test_kernels_for_lesser_processors_are_right_and_invariant(tmp_path: Path, target: tuple[str, ...]) -> None:
+    if platform.machine() != "x86_64":
+        pytest.skip("options for another processor")
+    lesser = open_kernels(tmp_path, target)
+    if isinstance(lesser, Unavailable):
+        pytest.skip(lesser.reason)
+    test_a_tokens_product_has_the_same_bits_in_every_batch(lesser, 2)
+    test_norm_mlp_and_log_softmax_are_those_of_double_precision(lesser, 100)
+    test_norm_mlp_and_log_softmax_have_the_same_bits_in_every_batch(lesser)
+    test_a_number_that_is_not_finite_stays_visible(lesser)

@@ -54,7 +54,7 @@ def test_a_fused_model_has_the_models_logits_and_names(model_dir: Directory, kin
 def test_all_of_a_plain_architecture_is_fused(model_dir: Directory, kind: str) -> None:
     report = fuse(load(model_dir, kind))
     assert not report.kept
-    assert sum("Attention" in name or "MLP" in name for name in report.swapped) == 2
+    assert sum("Attention" in name or "MLP" in name or "DecoderLayer" in name for name in report.swapped) == 3
 
 
 def test_weights_that_are_exchanged_underneath_take_effect(model_dir: Directory) -> None:
@@ -82,6 +82,34 @@ def test_a_fused_model_still_has_gradients(model_dir: Directory) -> None:
     fuse(model)
     forward(model, IDS, PackedPlan(LENGTHS)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_layer_that_does_more_than_its_modules_is_not_one_call(model_dir: Directory) -> None:
+    model = load(model_dir, "llama")
+    layer = model.model.layers[0]
+    plain = type(layer).forward
+
+    class Doubling(type(layer)):
+        def forward(self, *args, **kwargs):
+            return plain(self, *args, **kwargs) * 2
+
+    layer.__class__ = Doubling
+    report = fuse(model)
+    assert report.swapped
+    assert not any("DecoderLayer" in name or "Doubling" in name for name in report.swapped)
+
+
+def test_weights_exchanged_underneath_take_effect_in_whole_layers(model_dir: Directory) -> None:
+    model, other = load(model_dir, "qwen3"), load(model_dir, "qwen3")
+    fuse(model)
+    with torch.no_grad():
+        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data = parameter * 0.5
+            twin.mul_(0.5)
+    fuse(other)
+    with torch.inference_mode():
+        for one, two in zip(decode(model, 0), decode(other, 0), strict=True):
+            assert torch.equal(one, two)
 
 
 def decode(model: nn.Module, seed: int) -> list[Tensor]:

@@ -8,10 +8,10 @@ from headrace.cli.output import console, print_json
 
 
 def bench(
-    name: str = typer.Argument(help="Which benchmark: loop, algo or engine."),
+    name: str = typer.Argument(help="Which benchmark: loop, algo, engine or learner."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    threads: int = typer.Option(0, min=0, help="engine: threads of each side; 0 for all cores."),
-    quick: bool = typer.Option(False, "--quick", help="engine: only show that it runs; the figures say nothing."),
+    threads: int = typer.Option(0, min=0, help="engine, learner: threads of each side; 0 for all cores."),
+    quick: bool = typer.Option(False, "--quick", help="engine, learner: only show that it runs."),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""

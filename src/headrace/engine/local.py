@@ -22,8 +22,8 @@ from typing import Any, Self, TypeVar
 
 from headrace.clock import Clock
 from headrace.engine.base import PLAIN, EngineCore, RequestOptions, TokenChunk
-from headrace.errors import ComponentDied, DeadlineError, HeadraceError, RequestError
-from headrace.types.episode import StopReason
+from headrace.engine.chunks import generate_request, token_chunk
+from headrace.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError
 from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.sampling import Sampling
@@ -33,20 +33,12 @@ from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 A = TypeVar("A")
 
 
-class EngineFull(RequestError):
-    """As many requests as the engine takes are waiting or running; others may succeed later."""
-
-
-class SequenceFailed(RequestError):
-    """A sequence broke while it was computed; the request itself was sound."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTerms:
     """On which an engine is kept in a thread."""
 
     max_requests: int = 4096
-    """Requests at once, waiting or running; one more raises :class:`EngineFull`."""
+    """Requests at once, waiting or running; one more raises :class:`~headrace.errors.EngineFull`."""
     deadline_s: float = 600.0
     """Longest wait for a commit, a score or another answer of the step loop."""
 
@@ -137,7 +129,7 @@ class LocalEngine:
             )
         request_id, stream = next(self._request_ids), _Stream()
         self._streams[request_id] = stream
-        self._send_soon(_request(request_id, prompt_ids_T, sampling, options))
+        self._send_soon(generate_request(request_id, prompt_ids_T, sampling, options))
         ended = False
         try:
             while not ended:
@@ -315,40 +307,6 @@ class LocalEngine:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             self._closing = True
-
-
-def token_chunk(chunk: Chunk) -> TokenChunk:
-    """What the reader of a stream gets; :class:`SequenceFailed` where the chunk says so."""
-    if chunk.error:
-        problem, _, remedy = chunk.error.partition("; ")
-        raise SequenceFailed(problem, remedy=remedy or "look at the request and at the weights")
-    return TokenChunk(
-        tokens=Tokens(
-            ids_T=chunk.ids_T,
-            logprobs_T=chunk.logprobs_T,
-            versions_T=chunk.versions_T,
-            kept=chunk.kept,
-            routing=chunk.routing,
-        ),
-        stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
-        request_id=chunk.request_id,
-        prompt_routing=chunk.prompt_routing,
-        restarted=chunk.restarted,
-    )
-
-
-def _request(
-    request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
-) -> GenerateRequest:  # fmt: skip
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_ids_T=prompt_ids_T,
-        sampling=sampling,
-        priority=options.priority,
-        deadline_s=options.deadline_s,
-        fork=options.fork,
-        pinned=options.pinned,
-    )
 
 
 def _resolve(future: asyncio.Future[Any], result: object) -> None:

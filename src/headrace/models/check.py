@@ -38,7 +38,7 @@ class _Watched:
         return self._plan.attend(query_NHD, key_NKD, value_NKD, rule)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference mode would leave gathered parameters that cannot be trained
 def check_packing(model: PreTrainedModel, path: str) -> None:
     """Raise :class:`~headrace.errors.ModelError` unless a sequence packed behind another gives the logits that it gives
     alone under the architecture's own attention."""

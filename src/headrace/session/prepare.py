@@ -17,6 +17,7 @@ from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
+from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
 from headrace.models.mixtures import routes
 from headrace.scoring.reward import reward_reference, split_reference
@@ -90,12 +91,12 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data")
     eval_tasks = make_tasks(eval_rows, column, tokenizer, source=config.data.eval_path or "eval_data")
     _refuse_unsendable([*tasks, *eval_tasks])
-    stop_ids = _stop_ids(config.model.path, tokenizer.eos_token_id)
+    endings = stop_ids(config.model.path, tokenizer.eos_token_id)
     return Prepared(
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        sampling=_sampling(config, stop_ids),
+        sampling=_sampling(config, endings),
         max_context=_context(config, tasks, eval_tasks),
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
     )
@@ -174,7 +175,7 @@ def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task
     return context
 
 
-def _sampling(config: RunConfig, stop_ids: tuple[int, ...]) -> Sampling:
+def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
     """What an exact loss needs is recorded: what could be drawn, if not everything; experts, if there are any."""
     engine = config.engine
     sampling = Sampling(
@@ -183,24 +184,13 @@ def _sampling(config: RunConfig, stop_ids: tuple[int, ...]) -> Sampling:
         top_k=engine.top_k,
         top_p=engine.top_p,
         min_p=engine.min_p,
-        stop_ids=stop_ids,
+        stop_ids=endings,
     )
     return msgspec.structs.replace(
         sampling,
         record_kept=sampling.truncated and config.learner.keep_sampling_mask,
         record_routing=config.learner.keep_routing and routes(read_config(config.model.path)),
     )
-
-
-def _stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, and what the model's own generation settings add to it."""
-    file = Path(model_path) / "generation_config.json"
-    try:
-        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        extra = None
-    ids = extra if isinstance(extra, list) else [extra]
-    return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
 
 
 _CODEC = Codec(Score)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,6 +33,11 @@ class ShmPublisher:
     def copy(self, slot: int) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self._slots[slot], [tensor.detach() for tensor in self._tensors])
+
+    def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
+        """As :meth:`copy`, with ``tensors``, which come one at a time in the order of the learner's."""
+        for view, tensor in zip(self._slots[slot], tensors, strict=True):
+            view.copy_(tensor)
 
     def announce(self, version: int, slot: int) -> WeightUpdate:
         return WeightUpdate(

@@ -18,7 +18,7 @@ How an engine uses it, per sequence (``table`` is its list of blocks, ``chain`` 
 
     chain = Chain(version, salt)
     table = pool.match(chain, prompt_T)               # whole blocks another sequence has computed
-    fresh = pool.take(blocks_for(end) - len(table))   # None: no room; pool.unmatch(chain, table, len(prompt_T))
+    fresh = pool.take(blocks_for(end) - len(table))   # None: no room; pool.release(table)
     pool.register(chain, table, ids_T[:end])          # all tokens computed so far or in this pass
     pool.release(table)                               # its end, or its preemption
     cache.clear(pool.take_dirty())                    # before every pass
@@ -84,7 +84,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Blocks by state, and what the prefix cache has done since the start."""
+    """Blocks by state."""
 
     total: int
     """All blocks: used, cached and free."""
@@ -94,10 +94,6 @@ class PoolStats:
     """Held by none, but kept because they may be matched; they make room when needed."""
     free: int
     """The rest."""
-    asked_tokens: int
-    """Tokens of prompts that were looked up."""
-    hit_tokens: int
-    """Of those, tokens that need no computation."""
     evicted: int
     """Cached blocks that had to make room."""
 
@@ -125,7 +121,7 @@ class BlockPool:
         self._digests: dict[int, bytes] = {}
         self._tainted: set[int] = set()  # held, and not to be used again before they are cleared
         self._dirty: list[int] = []  # such blocks, held no more
-        self._asked = self._hits = self._evicted = 0
+        self._evicted = 0
 
     @property
     def available(self) -> int:
@@ -174,7 +170,6 @@ class BlockPool:
         """The blocks of the longest cached prefix of ``ids_T``, one reference each now the caller's; the new ``chain``
         is moved to their end. Never all tokens: the last one must be computed, so that there are logits."""
         assert chain.length == 0
-        self._asked += len(ids_T)
         blocks: list[int] = []
         if chain.version != self.version:
             return blocks
@@ -187,15 +182,8 @@ class BlockPool:
             blocks.append(block)
             chain.digest = digest
         chain.length = len(blocks)
-        self._hits += chain.length * BLOCK
         self.share(blocks)
         return blocks
-
-    def unmatch(self, chain: Chain, blocks: Sequence[int], num_tokens: int) -> None:
-        """Undo a :meth:`match` of ``num_tokens`` tokens: there was no room for the rest. The chain is spent."""
-        self._asked -= num_tokens
-        self._hits -= chain.length * BLOCK
-        self.release(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
         """Let others find the full blocks of ``ids_T`` that the chain has not seen: the tokens of the sequence up to
@@ -260,8 +248,6 @@ class BlockPool:
             used=self.num_blocks - self.available - len(self._dirty),
             cached=len(self._idle),
             free=len(self._free) + len(self._dirty),
-            asked_tokens=self._asked,
-            hit_tokens=self._hits,
             evicted=self._evicted,
         )
 

@@ -22,7 +22,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.engine.native.sampler import Draw, Limits, find_support, sample, sample_from, seed_key, uniforms
+from headrace.engine.native.sampler import (
+    Draw,
+    Limits,
+    LogSoftmax,
+    find_support,
+    sample,
+    sample_from,
+    seed_key,
+    uniforms,
+)
 from headrace.types.columns import IntColumn
 from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling
@@ -72,10 +81,12 @@ def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
 
 
 class Controls:
-    """The columns. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` keep it so."""
+    """The columns. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` keep it so. ``log_softmax`` makes the
+    logprobs, where one is given."""
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, log_softmax: LogSoftmax | None = None) -> None:
         self._device = device
+        self._log_softmax = log_softmax
         self._count = 0
         self._temperatures_R = np.ones(num_rows, np.float32)
         self._keys_R = np.zeros(num_rows, np.uint64)
@@ -120,18 +131,18 @@ class Controls:
         draws_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
         if self._plain:
-            return sample(logits_DV, temperatures_D, draws_D)
+            return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         logits_DV = self._changes.apply(logits_DV, rows)
         cut = np.flatnonzero(self._truncated_R[rows])
         if not len(cut):
-            return sample(logits_DV, temperatures_D, draws_D)
+            return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         if len(cut) == len(rows):
             return self._draw_truncated(logits_DV, temperatures_D, draws_D, rows)
         places = self._tensor(cut)
         ours = self._draw_truncated(logits_DV[places], temperatures_D[places], draws_D[places], rows[cut])
         rest = np.flatnonzero(~self._truncated_R[rows])
         others_at = self._tensor(rest)
-        others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at])
+        others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at], self._log_softmax)
         return _interleave(ours, others, np.concatenate([cut, rest]))
 
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
@@ -147,7 +158,7 @@ class Controls:
             min_p_R=self._tensor(self._min_p_R[rows]),
         )
         support = find_support(scaled_DV, limits)
-        draw = sample_from(scaled_DV, support, draws_D)
+        draw = sample_from(scaled_DV, support, draws_D, self._log_softmax)
         recorded_D = self._recorded_R[rows]
         if not recorded_D.any():
             return draw

@@ -27,9 +27,9 @@ from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.controls import Controls
-from headrace.engine.native.intake import Bounds, Intake
+from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.memory import make_cache
-from headrace.engine.native.outbox import Outbox
+from headrace.engine.native.outbox import Outbox, failed
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import Routes
 from headrace.engine.native.rows import Flags, Follower, Index, Rows
@@ -38,8 +38,9 @@ from headrace.engine.native.scoring import Scorer
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops
 from headrace.engine.native.swaps import Swaps, WeightReceiver
-from headrace.errors import ConfigError, ModelError, RequestError
+from headrace.errors import ConfigError, ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
+from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
 from headrace.models.kernels.fuse import fuse
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
@@ -102,12 +103,12 @@ class NativeEngine:
         self._model, self._config, self._clock, self._receiver = model, config, clock, receiver
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
-        kernels = str(fuse(model)) if config.kernels == "auto" else "off"
-        shapes = cache_shapes(model)
+        exact = invariant_log_softmax if is_deterministic(model) else None
+        kernels, shapes = _kernels(model, config), cache_shapes(model)
         attention, self._maker = choose(model.dtype, self._device)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
         self._pool = BlockPool(self._cache.num_blocks)
-        self._controls = Controls(config.max_sequences, self._device)
+        self._controls = Controls(config.max_sequences, self._device, exact)
         self._stops = Stops(decode) if decode is not None else None
         followers: list[Follower] = (
             [self._controls] if self._stops is None else [self._controls, _StringStops(self._stops)]
@@ -118,7 +119,7 @@ class NativeEngine:
         self._scheduler = Scheduler(self._rows, self._pool, config.max_step_tokens, self._outbox.before_requeue)
         self._swaps = Swaps(receiver, self._scheduler, self._rows, self._pool, clock)
         self._pins = Pins(weight_tensors(model).values())
-        self._scorer = Scorer(model, shapes, self._maker)
+        self._scorer = Scorer(model, shapes, self._maker, exact)
         bounds = Bounds(
             vocab_size=self._vocab_size,
             max_context=max_context,
@@ -128,6 +129,7 @@ class NativeEngine:
         )
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines: list[tuple[float, int, int]] = []
+        self._judged = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
         self._names = {"attention": attention, "kernels": kernels}
@@ -147,7 +149,7 @@ class NativeEngine:
         if request.sampling.record_routing:
             self._open_routes(request.request_id)
         sequence = self._intake.admit(
-            request, version=self._swaps.version, num_waiting=self._scheduler.num_waiting, now_s=now_s
+            request, version=self._swaps.stamp, num_waiting=self._scheduler.num_waiting, now_s=now_s
         )
         self._scheduler.add(sequence)
         if request.deadline_s is not None:
@@ -168,6 +170,7 @@ class NativeEngine:
         started_s = self._clock.now()
         chunks = self._expire(started_s)
         self._swaps.advance()
+        chunks += self._refuse_stale_forks()
         schedule = self._scheduler.schedule()
         drawn = self._run(schedule) if len(schedule.rows_R) else []
         chunks += self._outbox.take() + self._postprocess(drawn)
@@ -221,6 +224,8 @@ class NativeEngine:
             cache_blocks_used=pool.used,
             cache_bytes=self._cache.num_bytes,
             wasted_tokens=self._swaps.wasted_tokens,
+            routing_bytes=self._routes.num_bytes,
+            pinned_bytes=self._pins.num_bytes,
         )
 
     def _run(self, schedule: Schedule) -> list[_Drawn]:
@@ -229,6 +234,8 @@ class NativeEngine:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
         self._prepare_blocks(schedule)
+        if not self._pins.any:
+            return [self._pass(schedule, self._swaps.stamp)]
         pin_R = self._rows.pin_R[schedule.rows_R]
         apart_R = (pin_R >= 0) & (pin_R != self._swaps.stamp)
         if not apart_R.any():
@@ -259,15 +266,17 @@ class NativeEngine:
             counts_R=counts_R,
             num_decode=schedule.num_decode,
         )
-        ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()].astype(np.int64)
-        complete_R = starts_R + counts_R == rows.length_R[rows_R]
         plan = PagedPlan(self._cache, geometry, self._maker, self._device)
-        keep_D = plan.last_R if complete_R.all() else plan.last_R[self._tensor(complete_R)]
+        if schedule.num_decode == len(rows_R):  # every row's only new token completes it
+            ids_N, rows_D, keep_D = rows.ids_RC[rows_R, starts_R], rows_R, None
+        else:
+            ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()]
+            complete_R = starts_R + counts_R == rows.length_R[rows_R]
+            rows_D, keep_D = rows_R[complete_R], plan.last_R[self._tensor(complete_R)]
         self._routes.record(bool(rows.routed_R[rows_R].any()))
-        logits_DV = forward(self._model, self._tensor(ids_N), plan, keep_D)
+        logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
         self._routes.store(geometry)
         rows.computed_R[rows_R] += counts_R
-        rows_D = rows_R[complete_R]
         if not len(rows_D):
             return _Drawn(rows_D=rows_D, sound_D=np.zeros(0, bool))
         return self._draw(logits_DV, rows_D, stamp)
@@ -284,8 +293,10 @@ class NativeEngine:
         if not drawn:
             return []
         rows = self._rows
-        rows_D = np.concatenate([part.rows_D for part in drawn])
-        broken = ~np.concatenate([part.sound_D for part in drawn])
+        rows_D, broken = drawn[0].rows_D, ~drawn[0].sound_D
+        if len(drawn) > 1:
+            rows_D = np.concatenate([part.rows_D for part in drawn])
+            broken = ~np.concatenate([part.sound_D for part in drawn])
         stopped = rows.stopped(rows_D) | self._completes_string(rows_D)
         ended = stopped | rows.full(rows_D) | broken
         due = rows.due(rows_D, self._config.flush_tokens)
@@ -319,10 +330,11 @@ class NativeEngine:
         rows.forget_last(row)
         self._generated_tokens -= 1
         self._pool.taint(rows.table(row))
-        return self._outbox.last(
-            row,
-            error=f"the logits after {length} tokens of context hold NaN or infinity under the weights of version "
+        return failed(
+            self._outbox.last(row, None),
+            f"the logits after {length} tokens of context hold NaN or infinity under the weights of version "
             f"{self._swaps.version if pin == NO_ROW else pin}",
+            kind=SequenceFailed,
         )
 
     def _expire(self, now_s: float) -> list[Chunk]:
@@ -334,7 +346,20 @@ class NativeEngine:
                 late.append(sequence)
         return self._end(late, StopReason.DEADLINE)
 
-    def _end(self, sequences: list[Sequence], reason: StopReason) -> list[Chunk]:
+    def _refuse_stale_forks(self) -> list[Chunk]:
+        """Other weights may have come into use while a fork waited that does not want them."""
+        version = self._swaps.stamp
+        if version == self._judged:
+            return []
+        self._judged = version
+        stale = [sequence for sequence in self._scheduler.waiting() if sequence.insists not in (None, version)]
+        problems = [f"{stale_fork(sequence.request, version)}; {STALE_REMEDY}" for sequence in stale]
+        return [
+            failed(chunk, problem, kind=RequestError)
+            for chunk, problem in zip(self._end(stale, None), problems, strict=True)
+        ]
+
+    def _end(self, sequences: list[Sequence], reason: StopReason | None) -> list[Chunk]:
         """Let go of these before their time."""
         chunks = [
             self._outbox.waiting(sequence, reason)
@@ -364,3 +389,9 @@ class NativeEngine:
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:
+    if is_deterministic(model):
+        return "deterministic"
+    return str(fuse(model)) if config.kernels == "auto" else "off"

@@ -12,11 +12,23 @@ from headrace.engine.native import controls
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.errors import RequestError
+from headrace.errors import EngineFull, RequestError
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
 from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
 from headrace.types.versions import NOT_SAMPLED
+
+STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
+
+
+def stale_fork(request: GenerateRequest, version: int) -> str:
+    """What is wrong with a fork whose parent's cache is of other weights than those in use."""
+    assert request.fork is not None
+    weights = "the mixed weights" if version < NOT_SAMPLED else f"version {version}"
+    return (
+        f"request {request.request_id} forks request {request.fork.parent}, whose cache is not of {weights}, "
+        "which is in use now"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +73,8 @@ class Intake:
         """Every sequence that has not ended, by its request."""
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
-        """The sequence of ``request``. Raises :class:`~headrace.errors.RequestError`; nothing has changed then."""
+        """The sequence of ``request``; ``version`` computes what joins now. Raises
+        :class:`~headrace.errors.RequestError`; nothing has changed then."""
         name = f"request {request.request_id}"
         if version == NOT_SAMPLED:
             raise RequestError(
@@ -71,7 +84,7 @@ class Intake:
         if request.request_id in self.known:
             raise RequestError(f"{name} is already in the engine", remedy="give every request an id of its own")
         if num_waiting >= self._bounds.max_waiting:
-            raise RequestError(
+            raise EngineFull(
                 f"{name} would be the {num_waiting + 1}th that waits, more than engine.max_waiting="
                 f"{self._bounds.max_waiting}",
                 remedy="ask again later, or raise engine.max_waiting",
@@ -95,11 +108,12 @@ class Intake:
         fork = request.fork
         if fork is None:
             given = np.asarray(request.prompt_ids_T, np.int32)
-            num_prompt, parent = len(given), None
+            num_prompt, parent, insists = len(given), None, None
         else:
             past = self._fork_point(request, fork, name, version)
             given, num_prompt = past.ids_T[: past.num_given + fork.at].copy(), past.num_prompt
             parent = self.known.get(fork.parent)
+            insists = version if fork.stale is StaleFork.REFUSE and past.version != NOT_SAMPLED else None
         return Sequence(
             request=request,
             given_ids_T=given,
@@ -108,6 +122,7 @@ class Intake:
             deadline_s=np.inf if request.deadline_s is None else now_s + request.deadline_s,
             parent=parent,
             reuses=fork is not None and fork.stale is StaleFork.REUSE,
+            insists=insists,
         )
 
     def _fork_point(self, request: GenerateRequest, fork: Fork, name: str, version: int) -> _Past:
@@ -131,10 +146,7 @@ class Intake:
                 remedy=f"set at to a number from 0 to {num_sampled}",
             )
         if fork.stale is StaleFork.REFUSE and past.version not in (version, NOT_SAMPLED):
-            raise RequestError(
-                f"{name} forks request {fork.parent}, whose cache is not of version {version}, which is in use now",
-                remedy="set stale to 'recompute' or 'reuse'",
-            )
+            raise RequestError(stale_fork(request, version), remedy=STALE_REMEDY)
         return past
 
     def _past(self, sequence: Sequence) -> _Past:

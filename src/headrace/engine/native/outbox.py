@@ -8,6 +8,7 @@ import numpy as np
 from headrace.engine.native.routes import Routes
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import Sequence
+from headrace.errors import RequestError
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
 from headrace.types.recorded import KeptSets
@@ -32,11 +33,11 @@ class Outbox:
         is known only when it has been fed."""
         return self._flush(row, all_of_it=False)
 
-    def last(self, row: int, reason: StopReason | None = None, error: str = "") -> Chunk:
+    def last(self, row: int, reason: StopReason | None) -> Chunk:
         """The chunk that ends a sequence."""
-        return msgspec.structs.replace(self._flush(row, all_of_it=True), stop_reason=reason, error=error)
+        return msgspec.structs.replace(self._flush(row, all_of_it=True), stop_reason=reason)
 
-    def waiting(self, sequence: Sequence, reason: StopReason) -> Chunk:
+    def waiting(self, sequence: Sequence, reason: StopReason | None) -> Chunk:
         """The last chunk of one that is in no row: what it has sampled and not sent, if it had begun."""
         answer, sampling = sequence.answer, sequence.request.sampling
         start = 0 if answer is None else answer.num_flushed
@@ -75,3 +76,8 @@ class Outbox:
                 changes["prompt_routing"] = self._routes.read(table, given, num_computed)
         sequence.silent = sequence.restarted = False
         return msgspec.structs.replace(chunk, **changes) if changes else chunk
+
+
+def failed(chunk: Chunk, problem: str, *, kind: type[RequestError]) -> Chunk:
+    """The last chunk of a sequence that was not to be."""
+    return msgspec.structs.replace(chunk, error=problem, error_kind=kind.__name__)

@@ -17,6 +17,11 @@ class Pins:
         self._holders: dict[int, set[int]] = {}
 
     @property
+    def any(self) -> bool:
+        """Whether there is a copy."""
+        return bool(self._copies)
+
+    @property
     def num_bytes(self) -> int:
         """Of all copies."""
         each = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)

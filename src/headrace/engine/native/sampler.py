@@ -9,6 +9,8 @@ N blocks of B tokens, E survivors of all rows.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,6 +29,12 @@ _WIDTHS = (64, 1024)
 _BLOCK = 512
 """Tokens that are summed at once where the vocabulary is large."""
 _BELOW_ONE = 1 - 2.0**-52
+_SMALL = 256
+"""Vocabularies up to this size are drawn from by numpy on a processor: its calls cost less."""
+
+LogSoftmax = Callable[[Tensor], Tensor]
+"""Of the last dimension, row by row. Where one is given, it alone makes the logprobs: a learner that calls the same
+function of the same numbers gets the same bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,9 @@ class Support:
     """False where the logits are those of no distribution."""
 
 
-def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
+def sample(
+    logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None
+) -> Draw:
     """Invert each row's cumulative distribution at its uniform; temperature 0 takes the first most likely token.
 
     The sum runs in float64 and the uniform stays below 1 by more than its rounding, so a token of probability 0 is
@@ -85,27 +95,59 @@ def sample(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Dra
     >>> draw.ids_R.tolist(), round(draw.logprobs_R.item(), 4)
     ([2], -0.6931)
     """
+    draw = _sample(logits_RV, temperatures_R, uniforms_R, logits_RV.shape[1])
+    if log_softmax is None:
+        return draw
     greedy_R = temperatures_R == 0
-    scaled_RV = logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None]
-    top_R = scaled_RV.max(dim=-1)
-    shifted_RV = scaled_RV.sub_(top_R.values[:, None])
-    drawn_R, total_R = _invert(shifted_RV.exp(), uniforms_R)
+    all_RV = log_softmax(logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None])
+    logprobs_R = all_RV.gather(1, draw.ids_R[:, None])[:, 0]
+    return dataclasses.replace(draw, logprobs_R=torch.where(greedy_R, 0.0, logprobs_R))
+
+
+def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab_size: int) -> Draw:
+    """From columns of a vocabulary of ``vocab_size``, which alone says how: how many columns they are depends on other
+    rows."""
+    if logits_RK.is_cpu and vocab_size <= _SMALL:
+        return _sample_small(logits_RK, temperatures_R, uniforms_R)
+    greedy_R = temperatures_R == 0
+    scaled_RK = logits_RK.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None]
+    top_R = scaled_RK.max(dim=-1)
+    shifted_RK = scaled_RK.sub_(top_R.values[:, None])
+    drawn_R, total_R = _invert(shifted_RK.exp(), uniforms_R, by_blocks=vocab_size > 2 * _BLOCK)
     ids_R = torch.where(greedy_R, top_R.indices, drawn_R)
-    logprobs_R = shifted_RV.gather(1, ids_R[:, None])[:, 0] - total_R.log().float()
+    logprobs_R = shifted_RK.gather(1, ids_R[:, None])[:, 0] - total_R.log().float()
     return Draw(
         ids_R=ids_R, logprobs_R=torch.where(greedy_R, 0.0, logprobs_R), sound_R=torch.isfinite(total_R)
     )  # fmt: skip
 
 
-def _invert(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
+    temperatures, rows = temperatures_R.numpy(), np.arange(len(logits_RV))
+    greedy_R = temperatures == 0
+    with np.errstate(invalid="ignore"):  # rows that are not sound
+        shifted_RV = logits_RV.float().numpy() / np.where(greedy_R, np.float32(1), temperatures)[:, None]
+        top_R = shifted_RV.argmax(axis=1)
+        shifted_RV -= shifted_RV[rows, top_R][:, None]
+        mass_RV = np.exp(shifted_RV).cumsum(axis=1, dtype=np.float64)
+        total_R = mass_RV[:, -1]
+        drawn_R = (mass_RV <= (uniforms_R.numpy() * total_R)[:, None]).sum(axis=1)
+        ids_R = np.where(greedy_R, top_R, np.minimum(drawn_R, shifted_RV.shape[1] - 1))
+        logprobs_R = shifted_RV[rows, ids_R] - np.log(total_R).astype(np.float32)
+    return Draw(
+        ids_R=torch.from_numpy(ids_R),
+        logprobs_R=torch.from_numpy(np.where(greedy_R, np.float32(0), logprobs_R)),
+        sound_R=torch.from_numpy(np.isfinite(total_R)),
+    )
+
+
+def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
     """The token at each row's uniform, and the row's sum. A large vocabulary is summed by blocks: first the block is
     found, then the token in it."""
-    vocab_size = weights_RV.shape[1]
-    if vocab_size <= 2 * _BLOCK:
+    if not by_blocks:
         mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
         total_R = mass_RV[:, -1]
         return _first_above(mass_RV, uniforms_R * total_R), total_R
-    blocks_RNB = torch.nn.functional.pad(weights_RV, (0, -vocab_size % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    blocks_RNB = torch.nn.functional.pad(weights_RV, (0, -weights_RV.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     block_mass_RN = blocks_RNB.sum(dim=-1, dtype=torch.float64)
     mass_RN = block_mass_RN.cumsum(dim=-1)
     total_R = mass_RN[:, -1]
@@ -116,21 +158,27 @@ def _invert(weights_RV: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
     mass_RB = blocks_RNB[rows_R, block_R1[:, 0]].cumsum(dim=-1, dtype=torch.float64)
     # rounding must not carry the uniform out of its block
     inside_R = (wanted_R - before_R).clamp_(min=0.0).minimum(mass_RB[:, -1] * _BELOW_ONE)
-    return block_R1[:, 0] * _BLOCK + _first_above(mass_RB, inside_R), total_R
+    drawn_R = block_R1[:, 0] * _BLOCK + _first_above(mass_RB, inside_R)
+    return drawn_R.clamp_(max=weights_RV.shape[1] - 1), total_R
 
 
 def _first_above(mass_RV: Tensor, wanted_R: Tensor) -> Tensor:
     return torch.searchsorted(mass_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=mass_RV.shape[1] - 1)
 
 
-def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor) -> Draw:
+def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None) -> Draw:
     """Like :func:`sample` at temperature 1, but only tokens of the ``support`` can be drawn."""
     vocab_size = scaled_RV.shape[1]
     outside_RK = support.ids_RK == vocab_size
     logits_RK = scaled_RV.gather(1, support.ids_RK.clamp(max=vocab_size - 1)).masked_fill_(outside_RK, -torch.inf)
-    draw = sample(logits_RK, torch.ones_like(logits_RK[:, 0]), uniforms_R)
+    draw = _sample(logits_RK, torch.ones_like(logits_RK[:, 0]), uniforms_R, vocab_size)
     ids_R = support.ids_RK.gather(1, draw.ids_R[:, None])[:, 0].clamp_(max=vocab_size - 1)
-    return Draw(ids_R=ids_R, logprobs_R=draw.logprobs_R, sound_R=support.sound_R)
+    logprobs_R = draw.logprobs_R
+    if log_softmax is not None:
+        beyond_RV = torch.full((len(scaled_RV), vocab_size + 1), -torch.inf)
+        beyond_RV.scatter_(1, support.ids_RK, logits_RK)
+        logprobs_R = log_softmax(beyond_RV[:, :vocab_size]).gather(1, ids_R[:, None])[:, 0]
+    return Draw(ids_R=ids_R, logprobs_R=logprobs_R, sound_R=support.sound_R)
 
 
 def find_support(scaled_RV: Tensor, limits: Limits) -> Support:

@@ -172,13 +172,14 @@ class Scheduler:
         """Decide the next step. It computes something as long as anything is in a row or may join one."""
         rows = self._rows
         crowded = self._grow()
-        decoding = self._decoding = np.flatnonzero(rows.decoding())
+        ready = rows.decoding()
+        decoding = self._decoding = np.flatnonzero(ready)
         self._register_decoding(decoding)
         budget = self._max_step_tokens - len(decoding)
         later: list[tuple[int, int]] = []
         copies: list[tuple[int, int]] = []
         num_before = rows.count
-        for row in self._uncomputed():
+        for row in [] if len(decoding) == num_before else rows.by_rank(np.flatnonzero(~ready)).tolist():
             if budget <= 0:
                 break
             if not rows.computed_R[row]:
@@ -191,7 +192,10 @@ class Scheduler:
             row = self._join(claim)
             copies += [claim.copy] if claim.copy is not None else []
             budget -= self._piece(row, budget, later)
-        rows_J, counts_J = np.array(later, np.int64).reshape(-1, 2).T
+        if not later:
+            ones = np.ones(len(decoding), np.int64)
+            return Schedule(rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), joined=())
+        rows_J, counts_J = np.array(later, np.int64).T
         return Schedule(
             rows_R=np.concatenate([decoding, rows_J]),
             counts_R=np.concatenate([np.ones(len(decoding), np.int64), counts_J]),
@@ -204,6 +208,8 @@ class Scheduler:
         """A block for every row that needs one; whether somebody had to leave for it."""
         rows = self._rows
         needy = np.flatnonzero(rows.length_R[: rows.count] > rows.held_R[: rows.count] * BLOCK)
+        if not len(needy):
+            return False
         crowded = False
         for sequence in [rows.sequences[row] for row in rows.by_rank(needy)]:
             while sequence.row != NO_ROW:
@@ -225,11 +231,6 @@ class Scheduler:
         sequence = self._rows.sequences[row]
         if sequence.chain.version == self._pool.version:
             self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
-
-    def _uncomputed(self) -> list[int]:
-        """Rows whose context is not in the cache, the first rank first."""
-        rows: list[int] = self._rows.by_rank(np.flatnonzero(~self._rows.decoding())).tolist()
-        return rows
 
     def _piece(self, row: int, budget: int, later: list[tuple[int, int]]) -> int:
         """Schedule the next tokens of the row's context; how many."""
@@ -254,7 +255,7 @@ class Scheduler:
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
             self.cached_tokens += claim.num_cached
-        sequence.parent, sequence.chain = None, claim.chain
+        sequence.parent, sequence.insists, sequence.chain = None, None, claim.chain
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
         self._rows.join(sequence, claim.table, claim.num_cached)

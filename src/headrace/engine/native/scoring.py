@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.sampler import LogSoftmax
 from headrace.errors import ModelError, RequestError
 from headrace.models.attention import forward
 from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
@@ -31,8 +32,11 @@ Replay = Callable[[Routing], AbstractContextManager[object]]
 class Scorer:
     """Scores under the weights that the model has at the time."""
 
-    def __init__(self, model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
+    def __init__(
+        self, model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, exact: LogSoftmax | None
+    ) -> None:
         self._model = model
+        self._exact = exact
         self._shapes = shapes
         self._maker = maker
         self._replay: Replay | None = None
@@ -59,7 +63,7 @@ class Scorer:
                 logits_NV = forward(self._model, ids_T[start:end], PagedPlan(cache, geometry, self._maker, device))
                 kept = None if request.kept is None else request.kept[start + 1 : end + 1]
                 scaled_NV = logits_NV.float() / request.temperature
-                logprobs_N = _logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)
+                logprobs_N = self._logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)
             logprobs_T[start + 1 : end + 1] = logprobs_N.cpu().numpy()
         return logprobs_T
 
@@ -67,6 +71,11 @@ class Scorer:
         if routing is None or self._replay is None:
             return nullcontext()
         return self._replay(routing[span])
+
+    def _logprobs(self, scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
+        if self._exact is None:
+            return _logprobs(scaled_NV, ids_N, kept)
+        return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
 
     def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
         ids_T, longest = request.ids_T, self._model.config.max_position_embeddings
@@ -94,6 +103,15 @@ class Scorer:
             return "they come with routing, but the model has no experts"
         self._replay = RoutingReplay(routed)
         return ""
+
+
+def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log_softmax: LogSoftmax) -> Tensor:
+    if kept is not None and len(kept.ids_E):
+        owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T))
+        allowed_NV = torch.from_numpy(kept.sizes_T == 0)[:, None].repeat(1, scaled_NV.shape[1])
+        allowed_NV[owner_E, torch.from_numpy(kept.ids_E.astype(np.int64))] = True
+        scaled_NV = scaled_NV.masked_fill(~allowed_NV, -torch.inf)
+    return log_softmax(scaled_NV).gather(1, ids_N[:, None])[:, 0]
 
 
 def _logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:

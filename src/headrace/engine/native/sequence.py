@@ -59,6 +59,9 @@ class Sequence:
     """Of a fork that has not joined: whose blocks it may share if that one runs; else ``None``."""
     reuses: bool = False
     """Whether it may share them even if other weights computed them."""
+    insists: int | None = None
+    """Of a fork that has not joined, and that other weights than those of its parent's cache must not go on with: their
+    version; else ``None``."""
     kept: list[KeptSets] = field(default_factory=list)
     """One per token since the last chunk, if it records them."""
     silent: bool = True

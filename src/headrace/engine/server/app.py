@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.engine.local import EngineFull, LocalEngine, SequenceFailed
+from headrace.engine.local import LocalEngine
 from headrace.engine.server.answering import Events, Job, Meter, Service, dead, understand, whole
 from headrace.engine.server.auth import Gate
 from headrace.engine.server.choices import sample_all
@@ -21,7 +21,7 @@ from headrace.engine.server.metrics import ServerMetrics
 from headrace.engine.server.prompts import check_model
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.watch import ClientGone, while_connected
-from headrace.errors import ComponentDied, RequestError
+from headrace.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
 from headrace.types.messages.controller import EngineStats
 
 A = TypeVar("A")

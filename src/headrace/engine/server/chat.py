@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -72,17 +70,6 @@ class Words:
         """One token alone, special ones too."""
         text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
-
-
-def stop_ids(model_path: str, eos_id: int) -> tuple[int, ...]:
-    """The tokenizer's end of sequence, and what the model's own generation settings add to it."""
-    file = Path(model_path) / "generation_config.json"
-    try:
-        extra = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        extra = None
-    ids = extra if isinstance(extra, list) else [extra]
-    return tuple(dict.fromkeys([eos_id, *(token for token in ids if isinstance(token, int))]))
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:

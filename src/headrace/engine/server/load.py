@@ -7,10 +7,11 @@ from pathlib import Path
 
 from headrace.clock import Clock
 from headrace.engine.native import NativeEngine
-from headrace.engine.server.chat import Words, stop_ids
+from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.run import Loaded
 from headrace.errors import WeightsError
+from headrace.models.endings import stop_ids
 from headrace.models.load import context_length, load_model, load_tokenizer
 from headrace.types.versions import INITIAL
 from headrace.types.weights import WeightUpdate

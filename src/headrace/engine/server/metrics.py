@@ -19,6 +19,8 @@ _GAUGES = {
     "cache_blocks": "Blocks of the key-value cache.",
     "cache_blocks_used": "Blocks that running sequences hold.",
     "cache_bytes": "Memory of the key-value cache.",
+    "routing_bytes": "Memory of the experts that are stored beside it.",
+    "pinned_bytes": "Memory of weights that are kept for pinned sequences.",
 }
 _COUNTERS = {
     "generated_tokens": "Tokens sampled.",

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import RequestError
+from headrace.engine.chunks import generate_request, token_chunk
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
-from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
 from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Score, Stage
 from headrace.types.sampling import Sampling
@@ -45,17 +44,7 @@ class EngineClient(Peer):
         request_id = next(self._request_ids)
         stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
         self._streams[request_id] = stream
-        self._send_soon(
-            GenerateRequest(
-                request_id=request_id,
-                prompt_ids_T=prompt_ids_T,
-                sampling=sampling,
-                priority=options.priority,
-                deadline_s=options.deadline_s,
-                fork=options.fork,
-                pinned=options.pinned,
-            )
-        )
+        self._send_soon(generate_request(request_id, prompt_ids_T, sampling, options))
         ended = False
         try:
             while not ended:
@@ -64,7 +53,7 @@ class EngineClient(Peer):
                     ended = True
                     raise chunk
                 ended = chunk.stop_reason is not None or bool(chunk.error)
-                yield _token_chunk(chunk)
+                yield token_chunk(chunk)
         finally:
             del self._streams[request_id]
             if not ended:
@@ -134,22 +123,3 @@ class EngineClient(Peer):
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:
                     stream.put_nowait(error)
-
-
-def _token_chunk(chunk: Chunk) -> TokenChunk:
-    if chunk.error:
-        problem, _, remedy = chunk.error.partition("; ")
-        raise RequestError(problem, remedy=remedy or "look at the request")
-    return TokenChunk(
-        tokens=Tokens(
-            ids_T=chunk.ids_T,
-            logprobs_T=chunk.logprobs_T,
-            versions_T=chunk.versions_T,
-            kept=chunk.kept,
-            routing=chunk.routing,
-        ),
-        request_id=chunk.request_id,
-        prompt_routing=chunk.prompt_routing,
-        restarted=chunk.restarted,
-        stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
-    )

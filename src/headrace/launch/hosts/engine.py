@@ -149,6 +149,7 @@ class EngineHost:
                     logprobs_T=none.astype(np.float32),
                     versions_T=none,
                     error=f"{error.problem}; {error.remedy}",
+                    error_kind=type(error).__name__,
                 )
             ]
         return []

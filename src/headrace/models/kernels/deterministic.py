@@ -4,7 +4,8 @@ The engine decodes one token at a time, in batches that change with every step; 
 packed. With kernels that give a token the same bits either way, log π of the learner equals log μ of the engine at
 equal weights. Gradients are those of the same formulas in torch, computed again in the backward pass.
 
-Shape legend: N tokens, H query heads, K key-value heads, E head size, R rows, V vocabulary.
+Shape legend: N tokens, H query heads, K key-value heads, E head size, R rows, V vocabulary, T tokens of all sequences
+(N, unless some share rows), S sequences.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.models.attention import PLAN, PackedPlan, Rule, forward
-from headrace.models.kernels.fuse import Fused, FusedAttention, FuseReport, fuse, turn_halves
+from headrace.models.kernels.build import Unavailable
+from headrace.models.kernels.fuse import FuseReport, fuse
+from headrace.models.kernels.fused import Fused, FusedAttention, turn_halves
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.routing import find_routing
 
 _CPU = torch.device("cpu")
 _PROBE = (19, 2, 33)
@@ -62,7 +67,11 @@ def _recomputed(
 
 
 def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
-    """``log softmax`` of each row, the same whatever other rows are there; with gradients. Needs :func:`kernels`."""
+    """``log softmax`` of each row of float32 logits, the same whatever other rows are there; with gradients. Entries of
+    −∞ have no part in it. Needs :func:`kernels`.
+
+    What log π and log μ are both made of: of logits divided by the temperature, and −∞ outside a kept-set.
+    """
     loaded = kernels()
     assert isinstance(loaded, Kernels)
     return _recomputed(
@@ -73,8 +82,13 @@ def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
 class InvariantPlan(PackedPlan):
     """Packed sequences whose attention gives the bits that decoding over blocks gives."""
 
-    def __init__(self, lengths_S: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        super().__init__(lengths_S)
+    def __init__(
+        self,
+        lengths_S: Sequence[int] | np.ndarray[Any, Any],
+        device: torch.device | str = "cpu",
+        rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
+    ) -> None:
+        super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
         blocks_R = -(-counts_R // BLOCK)
@@ -86,6 +100,11 @@ class InvariantPlan(PackedPlan):
             counts_R=counts_R,
             num_decode=0,
         )
+        self._apart: tuple[Tensor, Tensor] | None = None
+        """Of each token of the sequences its row, and of each row one of its tokens; ``None`` where they are one."""
+        if rows_T is not None:
+            rows = np.asarray(rows_T, np.int64)
+            self._apart = torch.from_numpy(rows), torch.from_numpy(np.unique(rows, return_index=True)[1])
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         loaded = kernels()
@@ -94,9 +113,13 @@ class InvariantPlan(PackedPlan):
         shape = LayerShape(heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2])
         plain = super().attend
 
-        def compiled(*qkv: Tensor) -> Several:
+        def compiled(query: Tensor, key: Tensor, value: Tensor) -> Several:
             pool = PagedCache([shape], self._num_blocks, dtype=torch.float32, device=_CPU)
-            return (attention.attend((qkv[0], qkv[1], qkv[2]), pool.layers[0], rule),)
+            if self._apart is None:
+                return (attention.attend((query, key, value), pool.layers[0], rule),)
+            rows_T, tokens_N = self._apart
+            query, key, value = (tensor.index_select(0, rows_T) for tensor in (query, key, value))
+            return (attention.attend((query, key, value), pool.layers[0], rule).index_select(0, tokens_N),)
 
         sinks = () if rule.sinks_H is None else (rule.sinks_H,)
         return _recomputed(compiled, lambda q, k, v: (plain(q, k, v, rule),), (query_NHD, key_NKD, value_NKD), sinks)[0]
@@ -109,6 +132,9 @@ class _Module:
         self.fused = fused
 
     def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            out: Tensor = self.fused.compute(x)
+            return out
         fused, parameters = self.fused, tuple(self.fused.module.parameters())
         return _recomputed(lambda t: (fused.compute(t),), lambda t: (fused.original(t),), (x,), parameters)[0]
 
@@ -123,6 +149,8 @@ class _Attention:
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
         fused, turn = self.fused, position_embeddings
+        if not torch.is_grad_enabled():
+            return fused.compute(hidden_states, position_embeddings, **kwargs)
         qkv = _recomputed(
             lambda x: tuple(part.contiguous() for part in fused.qkv(x, turn)),
             lambda x: self._plain(x, turn),
@@ -149,16 +177,55 @@ class _Attention:
         return turn_halves(query, turn), turn_halves(key, turn), value
 
 
+class _Products(TorchFunctionMode):
+    """Within it, ``F.linear`` is invariant."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        return _linear(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    loaded = kernels()
+    assert isinstance(loaded, Kernels)
+
+    def compiled(*tensors: Tensor) -> Several:
+        x, w, *b = (tensor.contiguous() for tensor in tensors)
+        return (loaded.linear(x, w, b[0] if b else None),)
+
+    given = (input, weight) if bias is None else (input, weight, bias)
+    return _recomputed(compiled, lambda *tensors: (nn.functional.linear(*tensors),), given, ())[0]
+
+
+class _Mixture:
+    """The own forward of a router, or of experts, on invariant products."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.original = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Products():
+            return self.original(*args, **kwargs)
+
+
 def make_deterministic(model: nn.Module) -> FuseReport:
     """Let a float32 model on a CPU compute its forward by invariant kernels, with gradients.
 
     Call it with an :class:`InvariantPlan`. Raises :class:`~headrace.errors.ModelError` where packed and decoded tokens
     do not come out the same, such as in architectures with operations that no kernel covers.
     """
-    report = fuse(model)
-    remedy = "train without the deterministic mode, or use an architecture whose layers the kernels cover"
+    loaded = kernels()
+    if isinstance(loaded, Unavailable):
+        raise ModelError(
+            f"there are no kernels that could make it deterministic: {loaded.reason}",
+            remedy="install a C++ compiler such as g++, or leave model.deterministic out",
+        )
+    report = fuse(model, loaded, layers=False)
+    remedy = "leave model.deterministic out, or use an architecture whose layers the kernels cover: qwen3, llama, ..."
     if "model" in report.kept:
         raise ModelError(f"the model cannot be made deterministic: {report.kept['model']}", remedy=remedy)
+    _swap_mixtures(model)
     if not _same_both_ways(model):
         raise ModelError(f"the model's logits still depend on the batch ({report})", remedy=remedy)
     for module in model.modules():
@@ -168,6 +235,23 @@ def make_deterministic(model: nn.Module) -> FuseReport:
         elif isinstance(fused, Fused):
             module.forward = _Module(fused)
     return report
+
+
+def _swap_mixtures(model: nn.Module) -> None:
+    """In a mixture of experts: those parts that no kernel covers and that hold parameters themselves."""
+    routed = find_routing(model)
+    if routed is None:
+        return
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    for module in model.modules():
+        own = next(module.parameters(recurse=False), None)
+        if own is not None and own.dim() > 1 and "forward" not in module.__dict__ and type(module) is not nn.Embedding:
+            module.forward = _Mixture(module)
+
+
+def is_deterministic(model: nn.Module) -> bool:
+    """Whether :func:`make_deterministic` has been at it."""
+    return any(isinstance(module.__dict__.get("forward"), _Module | _Attention) for module in model.modules())
 
 
 @torch.inference_mode()

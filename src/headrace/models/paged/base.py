@@ -109,6 +109,8 @@ class Geometry:
 
     def positions_N(self) -> Index:
         """Position of every token of the pass in its sequence."""
+        if self.num_decode == len(self.counts_R):
+            return self.starts_R
         ends_R = np.cumsum(self.counts_R)
         total = int(ends_R[-1]) if len(ends_R) else 0
         places: Index = np.arange(total) + np.repeat(self.starts_R - (ends_R - self.counts_R), self.counts_R)
@@ -116,6 +118,8 @@ class Geometry:
 
     def last_R(self) -> Index:
         """The place in the pass of each row's last token."""
+        if self.num_decode == len(self.counts_R):
+            return np.arange(self.num_decode)
         places: Index = np.cumsum(self.counts_R) - 1
         return places
 
@@ -148,3 +152,7 @@ class PagedPlan:
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
         return self._attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+
+    def layer(self, rule: Rule) -> tuple[PagedAttention, tuple[Tensor, Tensor]]:
+        """What attends, and the pools of the rule's layer: for who computes more than attention in one call."""
+        return self._attention, self._cache.layers[rule.layer]

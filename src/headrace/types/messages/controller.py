@@ -50,6 +50,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """If asked for; tokens are held back until theirs is known, so only the last one of a sequence may lack it."""
     error: str = ""
     """Why the request was refused or failed; set on the last chunk only."""
+    error_kind: str = ""
+    """Class name in the tree of errors, where there is an error."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of those, how many running sequences hold."""
     cache_bytes: int = 0
     """Memory of the key-value cache."""
+    routing_bytes: int = 0
+    """Memory of the experts that are stored beside it."""
+    pinned_bytes: int = 0
+    """Memory of weights that are kept for pinned sequences."""
     wasted_tokens: int = 0
     """Sampled tokens that a weight update threw away."""
 

@@ -13,14 +13,17 @@ from headrace.types.weights import Interrupt, WeightUpdate
 
 
 class StaleFork(enum.StrEnum):
-    """What to do when the weights have changed since the parent's cache was computed."""
+    """What to do when other weights than those that computed the parent's cache are in use, at the request or when the
+    fork joins the batch. What became of a fork shows in its tokens: they carry the version that computed them, as its
+    parent's do."""
 
     REFUSE = "refuse"
-    """The request fails and says so."""
+    """The request fails and says so, also where the weights change while it waits."""
     RECOMPUTE = "recompute"
     """The prefix is computed again under the weights now in use."""
     REUSE = "reuse"
-    """The prefix's cache is shared as it is."""
+    """The prefix's cache is shared as it is, as long as the parent runs. What is not there any more (the parent has
+    ended, waits, or has begun again) is computed under the weights in use."""
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):

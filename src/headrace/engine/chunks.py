@@ -1,0 +1,49 @@
+"""Between what callers of an engine say and hear and the records that travel to its core and back."""
+
+from __future__ import annotations
+
+from headrace.engine.base import RequestOptions, TokenChunk
+from headrace.errors import EngineFull, RequestError, SequenceFailed
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk
+from headrace.types.messages.engine import GenerateRequest
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import IntColumn, Tokens
+
+_KINDS = {kind.__name__: kind for kind in (RequestError, EngineFull, SequenceFailed)}
+
+
+def generate_request(
+    request_id: int, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions
+) -> GenerateRequest:  # fmt: skip
+    """The record of a request."""
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids_T=prompt_ids_T,
+        sampling=sampling,
+        priority=options.priority,
+        deadline_s=options.deadline_s,
+        fork=options.fork,
+        pinned=options.pinned,
+    )
+
+
+def token_chunk(chunk: Chunk) -> TokenChunk:
+    """What the reader of a stream gets. Raises the :class:`~headrace.errors.RequestError` that the chunk tells of."""
+    if chunk.error:
+        problem, _, remedy = chunk.error.partition("; ")
+        kind = _KINDS.get(chunk.error_kind, SequenceFailed)
+        raise kind(problem, remedy=remedy or "look at the request and at the weights")
+    return TokenChunk(
+        tokens=Tokens(
+            ids_T=chunk.ids_T,
+            logprobs_T=chunk.logprobs_T,
+            versions_T=chunk.versions_T,
+            kept=chunk.kept,
+            routing=chunk.routing,
+        ),
+        stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
+        request_id=chunk.request_id,
+        prompt_routing=chunk.prompt_routing,
+        restarted=chunk.restarted,
+    )
