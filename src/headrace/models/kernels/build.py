@@ -1,8 +1,7 @@
 """Compile the kernels once, keep the library in the user's cache, and load it; or say in words why not.
 
-The library's name is a hash of all that decides its contents: sources, flags, processor, OpenMP runtime. It ends with
-its own checksum, so that a file cut short or made by something else is built again. OpenMP is the very runtime that
-torch has loaded: one pool of threads serves both.
+The library's name is a hash of all that decides its contents: sources, flags, processor. It ends with its own
+checksum, so that a file cut short or made by something else is built again.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from headrace.environ import cache_root
 
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order; the first that is installed compiles."""
 
+NATIVE = ("-march=native",)
+"""For the processor of this machine."""
+
 _HERE = Path(__file__).parent
-_UNITS = ("linear.cpp", "paged.cpp")
-_HEADERS = ("vec.h",)
-_FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-w")
+_SOURCES = ("kernels.cpp", "linear.h", "paged.h", "team.h", "vec.h")
+_FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")
 _DEADLINE_S = 120.0
 _DIGEST = hashlib.sha256().digest_size
 
@@ -50,17 +49,22 @@ def kernel_cache() -> Path:
     return cache_root() / "kernels"
 
 
-def open_library(cache: Path, compilers: Sequence[str] = COMPILERS) -> ctypes.CDLL | Unavailable:
-    """The compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once."""
+def open_library(
+    cache: Path, compilers: Sequence[str] = COMPILERS, target: Sequence[str] = NATIVE
+) -> ctypes.CDLL | Unavailable:
+    """The compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once.
+
+    ``target``: the compiler's options that say for which processor.
+    """
     try:
         compiler = next(filter(None, map(shutil.which, compilers)), None)
         if compiler is None:
             raise _CannotBuild(f"no C++ compiler is installed (looked for {', '.join(compilers)})")
         _own(cache)
-        openmp = _openmp()
-        file = cache / f"{_name(compiler, openmp)}.so"
+        command = (compiler, *_FLAGS, *target)
+        file = cache / f"{_name(command)}.so"
         if not _sound(file):
-            _build(compiler, openmp, file)
+            _build(command, file)
         return ctypes.CDLL(str(file))
     except (_CannotBuild, OSError, subprocess.SubprocessError) as error:
         return Unavailable(reason=str(error))
@@ -78,16 +82,11 @@ def _own(directory: Path) -> None:
             raise _CannotBuild(f"{place} can be written by other users, so no code is loaded from {directory}")
 
 
-def _openmp() -> Path | None:
-    """The OpenMP runtime in torch's package."""
-    return next(iter(sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))), None)
-
-
-def _name(compiler: str, openmp: Path | None) -> str:
+def _name(command: Sequence[str]) -> str:
     known = hashlib.sha256()
-    for name in _UNITS + _HEADERS:
+    for name in _SOURCES:
         known.update((_HERE / name).read_bytes())
-    known.update(repr((_FLAGS, compiler, openmp and openmp.name, _processor())).encode())
+    known.update(repr((command, _processor())).encode())
     return known.hexdigest()[:32]
 
 
@@ -107,18 +106,10 @@ def _sound(file: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
-def _build(compiler: str, openmp: Path | None, file: Path) -> None:
+def _build(command: Sequence[str], file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         library = Path(scratch) / file.name
-        units = [str(_HERE / unit) for unit in _UNITS]
-        link = ["-shared", "-Wl,-z,defs", "-o", str(library)]
-        try:
-            if openmp is None:
-                raise _CannotBuild("torch brings no libgomp")
-            _run([compiler, *_FLAGS, "-fopenmp", "-c", *units], scratch)
-            _run([compiler, *(Path(unit).stem + ".o" for unit in units), str(openmp), *link], scratch)
-        except _CannotBuild:  # another runtime than GNU's: one thread then
-            _run([compiler, *_FLAGS, *units, *link], scratch)
+        _run([*command, str(_HERE / _SOURCES[0]), "-o", str(library)], scratch)
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         library.replace(file)

@@ -16,20 +16,70 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.models.kernels.build import COMPILERS, Unavailable, kernel_cache, open_library
+from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, open_library
 
 Pair = tuple[Tensor, Tensor | None]
 """A weight ``[N, K]`` and a bias ``[N]``."""
 
+Norm = tuple[Tensor, float, float]
+"""Weight, eps, and what is added to the weight."""
+
+
+class Input(ctypes.Structure):
+    """The tokens that a call is about (linear.h)."""
+
+    _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
+
 
 class Part(ctypes.Structure):
-    """One of several products with the same tokens (linear.cpp)."""
+    """One of several products with the same tokens (linear.h)."""
 
-    _fields_ = (("w", c_void_p), ("bias", c_void_p), ("y", c_void_p), ("N", c_long), ("ldy", c_long))
+    _fields_ = (
+        ("w", c_void_p),
+        ("bias", c_void_p),
+        ("add", c_void_p),
+        ("y", c_void_p),
+        ("N", c_long),
+        ("ldy", c_long),
+    )
+
+
+class NormOf(ctypes.Structure):
+    """How rows are normed (linear.h)."""
+
+    _fields_ = (("w", c_void_p), ("eps", c_float), ("plus", c_float))
+
+
+class Turn(ctypes.Structure):
+    """By what heads are turned (linear.h)."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("size", c_long))
+
+
+class Decoder(ctypes.Structure):
+    """The parts of a decoder layer (kernels.cpp)."""
+
+    _fields_ = (
+        *((name, NormOf) for name in ("before", "after", "query", "key")),
+        *((name, Part) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+    )
+
+
+class Step(ctypes.Structure):
+    """The tokens of a decoder layer (kernels.cpp)."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("scratch", c_void_p),
+        ("turn", Turn),
+        ("M", c_long),
+        ("hidden", c_long),
+    )
 
 
 class Pass(ctypes.Structure):
-    """The rows of a pass (paged.cpp)."""
+    """The rows of a pass (paged.h)."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -41,13 +91,13 @@ class Pass(ctypes.Structure):
 
 
 class Tensor3(ctypes.Structure):
-    """A tensor ``[N, heads, size]`` whose last dimension is dense (paged.cpp)."""
+    """A tensor ``[N, heads, size]`` whose last dimension is dense (paged.h)."""
 
     _fields_ = (("at", c_void_p), ("token", c_long), ("head", c_long))
 
 
 class Layer(ctypes.Structure):
-    """One layer's pools and rule (paged.cpp)."""
+    """One layer's pools and rule (paged.h)."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -64,15 +114,13 @@ class Layer(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "hr_linear": (c_void_p, c_long, c_long, c_long, POINTER(Part), c_long, c_int),
-    "hr_gated": (c_void_p, c_long, c_long, c_long, POINTER(Part), POINTER(Part), POINTER(Part), c_int),
-    "hr_norm": (c_void_p, c_long, c_void_p, c_void_p, c_long, c_long, c_float, c_float, c_int),
-    "hr_heads": (
-        *(c_void_p, c_long, c_long, c_long, c_long),
-        *(c_void_p, c_int, c_float, c_float, c_void_p, c_void_p, c_long, c_int),
-    ),
-    "hr_log_softmax": (c_void_p, c_long, c_void_p, c_long, c_long, c_int),
+    "hr_linear": (POINTER(Input), POINTER(Part), c_long, c_int),
+    "hr_gated": (POINTER(Input), POINTER(Part), POINTER(Part), POINTER(Part), c_int),
+    "hr_norm": (POINTER(Input), POINTER(NormOf), c_void_p, c_int),
+    "hr_heads": (c_void_p, c_long, c_long, c_long, c_long, POINTER(NormOf), POINTER(Turn), c_int),
+    "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
     "hr_paged": (POINTER(Pass), POINTER(Layer), POINTER(Tensor3), c_void_p, c_int),
+    "hr_decoder": (POINTER(Step), POINTER(Decoder), POINTER(Pass), POINTER(Layer), c_int),
 }
 
 
@@ -84,7 +132,8 @@ class Kernels:
             function = getattr(library, name)
             function.argtypes, function.restype = signature, None
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
-        self._heads, self._log_softmax, self.paged = library.hr_heads, library.hr_log_softmax, library.hr_paged
+        self._heads, self._log_softmax = library.hr_heads, library.hr_log_softmax
+        self.paged, self.decoder = library.hr_paged, library.hr_decoder
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x Wᵀ + bias`` over the last dimension of ``x``."""
@@ -93,75 +142,80 @@ class Kernels:
     def linears(self, x: Tensor, pairs: Sequence[Pair]) -> Tensor:
         """Several products with one ``x``, side by side in the last dimension of the result."""
         x = x.contiguous()
-        inputs = x.shape[-1]
-        sizes = [weight.shape[0] for weight, _ in pairs]
-        total = sum(sizes)
+        total = sum(weight.shape[0] for weight, _ in pairs)
         y = torch.empty(*x.shape[:-1], total)
         parts = (Part * len(pairs))()
-        at = y.data_ptr()
-        for part, (weight, bias), size in zip(parts, pairs, sizes, strict=True):
-            part.w, part.N, part.ldy, part.y = _at(weight), size, total, at
-            part.bias = None if bias is None else _at(bias)
-            at += 4 * size
-        tokens = x.numel() // inputs
-        self._linear(x.data_ptr(), inputs, tokens, inputs, parts, len(pairs), torch.get_num_threads())
+        to = y.data_ptr()
+        for part, pair in zip(parts, pairs, strict=True):
+            point(part, pair)
+            part.y, part.ldy = to, total
+            to += 4 * part.N
+        self._linear(_input(x), parts, len(pairs), torch.get_num_threads())
         return y
 
     def gated(self, x: Tensor, gate: Pair, up: Pair, down: Pair) -> Tensor:
         """``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
         x = x.contiguous()
-        inputs = x.shape[-1]
-        tokens, inner, outputs = x.numel() // inputs, gate[0].shape[0], down[0].shape[0]
-        hidden, y = torch.empty(2, tokens, inner), torch.empty(*x.shape[:-1], outputs)
-        at = hidden.data_ptr()
-        parts = [
-            Part(_at(weight), None if bias is None else _at(bias), to, size, size)
-            for (weight, bias), to, size in (
-                (gate, at, inner),
-                (up, at + 4 * tokens * inner, inner),
-                (down, y.data_ptr(), outputs),
-            )
-        ]
-        self._gated(x.data_ptr(), inputs, tokens, inputs, *parts, torch.get_num_threads())
+        tokens = _input(x)
+        hidden, y = torch.empty(2, tokens.M, gate[0].shape[0]), torch.empty(*x.shape[:-1], down[0].shape[0])
+        parts = (Part * 3)()
+        for part, pair, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
+            point(part, pair)
+            part.y, part.ldy = to.data_ptr(), part.N
+        self._gated(tokens, *parts, torch.get_num_threads())
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> Tensor:
         """``x / rms(x) · (weight + plus)`` over the last dimension."""
         x = x.contiguous()
         y = torch.empty_like(x)
-        size = x.shape[-1]
-        rows = x.numel() // size
-        self._norm(x.data_ptr(), size, _at(weight), y.data_ptr(), rows, size, eps, plus, torch.get_num_threads())
+        self._norm(_input(x), norm_of((weight, eps, plus)), y.data_ptr(), torch.get_num_threads())
         return y
 
-    def heads_(self, x_MHE: Tensor, norm: tuple[Tensor, float, float] | None, turn: tuple[Tensor, Tensor]) -> None:
-        """In place: norm every head (weight, eps, plus), then turn its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
-        tokens, heads, size = x_MHE.shape
-        weight, eps, plus = norm if norm is not None else (None, 0.0, 0.0)
-        cos, sin = turn
-        self._heads(
-            *(x_MHE.data_ptr(), x_MHE.stride(0), tokens, heads, size),
-            *(None if weight is None else _at(weight), weight is not None, eps, plus),
-            *(_at(cos), _at(sin), cos.shape[-1], torch.get_num_threads()),
-        )
+    def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
+        """In place: norm every head, then turn its halves by (cos ``[M, T]``, sin ``[M, T]``)."""
+        shape = (x_MHE.stride(0), *x_MHE.shape)
+        self._heads(x_MHE.data_ptr(), *shape, norm_of(norm), turn_of(turn), torch.get_num_threads())
 
     def log_softmax(self, logits_MV: Tensor) -> Tensor:
         """Of the last dimension."""
         x = logits_MV.contiguous()
         y = torch.empty_like(x)
-        size = x.shape[-1]
-        self._log_softmax(x.data_ptr(), size, y.data_ptr(), x.numel() // size, size, torch.get_num_threads())
+        self._log_softmax(_input(x), y.data_ptr(), torch.get_num_threads())
         return y
 
 
-def _at(tensor: Tensor) -> int:
+def at(tensor: Tensor) -> int:
+    """Where a dense tensor lies."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 
-def open_kernels(cache: Path, compilers: Sequence[str] = COMPILERS) -> Kernels | Unavailable:
-    """The kernels, compiled and checked; or why there are none."""
-    library = open_library(cache, compilers)
+def point(part: Part, pair: Pair) -> None:
+    """Let a part use a weight and its bias, where they lie now."""
+    weight, bias = pair
+    part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
+
+
+def norm_of(norm: Norm | None) -> NormOf:
+    """With the weight where it lies now."""
+    return NormOf() if norm is None else NormOf(at(norm[0]), norm[1], norm[2])
+
+
+def turn_of(turn: tuple[Tensor, Tensor]) -> Turn:
+    """Of cos and sin, ``[M, T]``."""
+    cos, sin = turn
+    return Turn(at(cos), at(sin), cos.shape[-1])
+
+
+def _input(x: Tensor) -> Input:
+    size = x.shape[-1]
+    return Input(x.data_ptr(), size, x.numel() // size, size)
+
+
+def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unavailable:
+    """The kernels, compiled for ``target`` and checked; or why there are none."""
+    library = open_library(cache, target=target)
     if isinstance(library, Unavailable):
         return library
     kernels = Kernels(library)

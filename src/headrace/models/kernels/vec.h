@@ -3,6 +3,7 @@
 #include <cstring>
 
 #define INLINE static inline __attribute__((always_inline))
+#define ONCE static __attribute__((noinline))  // one text in the library: the same bits from wherever it is called
 #define UNROLL _Pragma("GCC unroll 8")
 
 #ifdef __AVX512F__

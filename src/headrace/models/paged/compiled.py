@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.models.attention import Rule
 from headrace.models.kernels.build import Unavailable
-from headrace.models.kernels.ops import Kernels, Layer, Pass, Tensor3, kernels
+from headrace.models.kernels.ops import Decoder, Kernels, Layer, Pass, Step, Tensor3, kernels
 from headrace.models.paged.base import AttentionMaker, Geometry
 
 
@@ -30,7 +30,7 @@ class CompiledAttention:
 
     def __init__(self, loaded: Kernels, geometry: Geometry, device: torch.device) -> None:
         assert device.type == "cpu"
-        self._paged = loaded.paged
+        self._loaded = loaded
         self._tables = np.ascontiguousarray(geometry.tables_RB, np.int32)
         self._starts = np.ascontiguousarray(geometry.starts_R, np.int64)
         self._counts = np.ascontiguousarray(geometry.counts_R, np.int64)
@@ -41,17 +41,25 @@ class CompiledAttention:
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         query, key, value = (_dense(tensor) for tensor in qkv)
-        keys, values = layer
-        sinks = rule.sinks_H
-        shape = Layer(
-            *(keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()),
-            *(query.shape[1], key.shape[1], key.shape[2], value.shape[2]),
-            *(rule.window or 0, rule.scale, rule.softcap or 0.0),
-        )
         out = torch.empty(query.shape[0], query.shape[1], value.shape[2])
         views = (Tensor3 * 3)(*(Tensor3(t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))
-        self._paged(self._pass, shape, views, out.data_ptr(), torch.get_num_threads())
+        shape = self.shape(query.shape[1], layer, rule)
+        self._loaded.paged(self._pass, shape, views, out.data_ptr(), torch.get_num_threads())
         return out
+
+    def decode(self, step: Step, decoder: Decoder, shape: Layer) -> None:
+        """A whole decoder layer, its attention included (kernels.cpp)."""
+        self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
+
+    def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> Layer:
+        """One layer's pools and rule, for so many query heads."""
+        keys, values = layer
+        sinks = rule.sinks_H
+        return Layer(
+            *(keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()),
+            *(heads, keys.shape[1], keys.shape[3], values.shape[3]),
+            *(rule.window or 0, rule.scale, rule.softcap or 0.0),
+        )
 
 
 def _dense(tensor_NHE: Tensor) -> Tensor:

@@ -5,13 +5,15 @@
 // each the softmax moves to the new maximum once (Milakov and Gimelshein 2018, "Online normalizer calculation").
 //
 // Legend: R rows, N tokens, K key-value heads, H query heads, G = H / K, E key size, V value size, S places of a block.
+#pragma once
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
+#include "team.h"
 #include "vec.h"
 
-enum { S = 16, STRETCH = 128, QUERIES = 16, GROUP = 4, SHARE = 4 };
+enum { S = 16, STRETCH = 128, QUERIES = 16, GROUP = 4, SHARE = 4, DISTANCE = 2 };
 // QUERIES of a tile share what they read of the cache; SHARE of them a GROUP of keys in registers
 static const float NONE = -std::numeric_limits<float>::infinity();
 
@@ -119,6 +121,10 @@ static void weigh(Query& q, const Layer& layer, long from) {
   q.most = most;
 }
 
+INLINE void fetch(const float* p, long numbers) {
+  for (long i = 0; i < numbers; i += 16) __builtin_prefetch(p + i, 0, 2);
+}
+
 // sums += weights · values for Q queries that see the same positions, C vectors of the value's columns.
 template <int Q, int C, class Get>
 INLINE void gather(Query* const* query, const float* values, long V, long column, long n, long weight, Get&& get) {
@@ -146,17 +152,15 @@ static void sum_block(Query* const* query, const float* values, long V, long lo,
   long c = 0;
   values += lo * V;
   for (; c + 4 * LANES <= V; c += 4 * LANES) gather<Q, 4>(query, values, V, c, hi - lo, weight + lo, whole);
+  for (; c + 2 * LANES <= V; c += 2 * LANES) gather<Q, 2>(query, values, V, c, hi - lo, weight + lo, whole);
   for (; c < V; c += LANES) {
     long n = std::min<long>(LANES, V - c);
     gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, [&](const float* p) { return load(p, n); });
   }
 }
 
-INLINE void fetch(const float* p, long numbers) {
-  for (long i = 0; i < numbers; i += 16) __builtin_prefetch(p + i, 0, 2);
-}
 
-// The scores of one block's places [lo, hi). Lines of `ahead` (two streams) are fetched meanwhile.
+// The scores of one block's places [lo, hi). Its values, and other keys, are fetched meanwhile.
 static void score_block(Query* queries, long num, const float* keys, long E, long lo, long hi, long weight,
                         const float* const* ahead, const long* sizes) {
   const float* at[SHARE];
@@ -181,62 +185,95 @@ static void finish(const Query& q, long V) {
   for (long i = 0; i < V; i++) q.out[i] = q.sums[i] * fade / total;
 }
 
-// The num queries of one tile, G of each token, over the cache of one key-value head.
-static void attend(Query* queries, long num, long G, const int* table, const Layer& layer, long head) {
-  long E = layer.E, V = layer.V, first = queries[0].first, last = queries[num - 1].last;
-  auto keys = [&](long b) { return layer.keys + (table[b] * layer.K + head) * S * E; };
-  auto values = [&](long b) { return layer.values + (table[b] * layer.K + head) * S * V; };
-  long blocks = (last + S - 1) / S;
+INLINE long first_seen(const Layer& layer, long position) {
+  return layer.window ? std::max(0L, position + 1 - layer.window) : 0;
+}
+
+struct Work {  // (tile, head) pairs, taken from the last to the first
+  const Pass& pass;
+  const Layer& layer;
+  const std::vector<Tile>& tiles;
+
+  const Tile& tile(long pair) const { return tiles[pair / layer.K]; }
+  const int* table(long pair) const { return pass.tables + tile(pair).row * pass.width; }
+  long low(long pair) const { return first_seen(layer, tile(pair).position) / S; }
+  long high(long pair) const { return (tile(pair).position + tile(pair).count + S - 1) / S; }
+};
+
+// The keys that come DISTANCE blocks after those in work, in this pair or the next, down to pair `begin`.
+struct Ahead {
+  const Work& work;
+  long pair, begin, block;
+
+  void skip() {
+    if (++block >= work.high(pair) && --pair >= begin) block = work.low(pair);
+  }
+  const float* next() {
+    if (pair < begin) return nullptr;
+    const Layer& layer = work.layer;
+    const float* at = layer.keys + (work.table(pair)[block] * layer.K + pair % layer.K) * S * layer.E;
+    skip();
+    return at;
+  }
+};
+
+// The num queries of one pair's tile, G of each token, over the cache of its head.
+static void attend(Query* queries, long num, long G, const Work& work, long pair, Ahead& keys) {
+  const Layer& layer = work.layer;
+  long first = queries[0].first, last = queries[num - 1].last, high = work.high(pair);
+  auto place = [&](long b) { return (work.table(pair)[b] * layer.K + pair % layer.K) * S; };
   for (long from = first / STRETCH * STRETCH; from < last; from += STRETCH) {
-    long low = std::max(from, first) / S, high = std::min((from + STRETCH) / S, blocks);
-    for (long b = low; b < high; b++) {
-      const float* ahead[] = {b + 2 < blocks ? keys(b + 2) : nullptr, values(b)};
-      const long sizes[] = {E, V};
-      score_block(queries, num, keys(b), E, std::max(first - b * S, 0L), std::min<long>(last - b * S, S), b * S - from,
-                  ahead, sizes);
+    long low = std::max(from, first) / S, end = std::min((from + STRETCH) / S, high);
+    for (long b = low; b < end; b++) {
+      const float* ahead[] = {keys.next(), layer.values + place(b) * layer.V};
+      const long sizes[] = {layer.E, layer.V};
+      score_block(queries, num, layer.keys + place(b) * layer.E, layer.E, std::max(first - b * S, 0L),
+                  std::min<long>(last - b * S, S), b * S - from, ahead, sizes);
     }
     for (long q = 0; q < num; q++)
       if (queries[q].first < from + STRETCH && queries[q].last > from) weigh(queries[q], layer, from);
-    for (long b = low; b < high; b++)
+    for (long b = low; b < end; b++)
       for (long q = 0; q < num;) {
         long lo = std::max(queries[q].first - b * S, 0L), hi = std::min<long>(queries[q].last - b * S, S);
         bool two = q % G + 1 < G;  // neighbours of one token
         Query* pair[2] = {queries + q, queries + q + 1};
-        if (lo < hi) (two ? sum_block<2> : sum_block<1>)(pair, values(b), V, lo, hi, b * S - from);
+        const float* values = layer.values + place(b) * layer.V;
+        if (lo < hi) (two ? sum_block<2> : sum_block<1>)(pair, values, layer.V, lo, hi, b * S - from);
         q += two ? 2 : 1;
       }
   }
-  for (long q = 0; q < num; q++) finish(queries[q], V);
+  for (long q = 0; q < num; q++) finish(queries[q], layer.V);
 }
 
-extern "C" void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, float* out, int threads) {
-  const long G = layer->H / layer->K;
-  const std::vector<Tile> tiles = cut(*pass, std::max<long>(1, QUERIES / G));
-  const long most = std::max<long>(QUERIES, G);
-  if (tiles.size() == 1 && layer->K == 1) threads = 1;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<Query> queries(most);
-    std::vector<float> sums(most * layer->V);
-#pragma omp for
-    for (size_t i = 0; i < tiles.size(); i++) write(*pass, *layer, tiles[i], qkv[1], qkv[2]);
-#pragma omp for schedule(dynamic)
-    for (long task = (long)tiles.size() * layer->K - 1; task >= 0; task--) {  // the longest contexts of a prefill first
-      const Tile& tile = tiles[task / layer->K];
-      long head = task % layer->K, num = 0;
+static std::vector<Tile> tiles_of(const Pass& pass, const Layer& layer) {
+  return cut(pass, std::max<long>(1, QUERIES * layer.K / layer.H));
+}
+
+// Tasks are neighbouring pairs, so that one can fetch for the next. The longest contexts of a prefill come first.
+ONCE void attention(Member& me, long threads, const Work& work, const Tensor3& query, float* out) {
+  const Layer& layer = work.layer;
+  const long G = layer.H / layer.K, total = work.tiles.size() * layer.K, share = std::max(1L, total / (threads * 8));
+  std::vector<Query> queries(std::max<long>(QUERIES, G));
+  std::vector<float> sums(queries.size() * layer.V);
+  me.each((total + share - 1) / share, [&](long task) {
+    const long end = total - task * share, begin = std::max(0L, end - share);
+    Ahead keys{work, end - 1, begin, work.low(end - 1)};
+    for (int i = 0; i < DISTANCE && keys.pair >= begin; i++) keys.skip();
+    for (long pair = end - 1; pair >= begin; pair--) {
+      const Tile& tile = work.tile(pair);
+      long head = pair % layer.K, num = 0;
       std::fill(sums.begin(), sums.end(), 0.0f);
       for (long t = 0; t < tile.count; t++)
         for (long h = head * G; h < (head + 1) * G; h++, num++) {
           long place = tile.place + t, position = tile.position + t;
           Query& q = queries[num];
-          q.at = qkv[0].at + place * qkv[0].token + h * qkv[0].head;
-          q.out = out + (place * layer->H + h) * layer->V;
-          q.first = layer->window ? std::max(0L, position + 1 - layer->window) : 0;
-          q.last = position + 1;
-          q.most = NONE, q.sink = layer->sinks ? layer->sinks[h] : NONE;
-          q.total = vec{}, q.sums = sums.data() + num * layer->V;
+          q.at = query.at + place * query.token + h * query.head;
+          q.out = out + (place * layer.H + h) * layer.V;
+          q.first = first_seen(layer, position), q.last = position + 1;
+          q.most = NONE, q.sink = layer.sinks ? layer.sinks[h] : NONE;
+          q.total = vec{}, q.sums = sums.data() + num * layer.V;
         }
-      attend(queries.data(), num, G, pass->tables + tile.row * pass->width, *layer, head);
+      attend(queries.data(), num, G, work, pair, keys);
     }
-  }
+  });
 }

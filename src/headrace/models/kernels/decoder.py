@@ -1,0 +1,128 @@
+"""A whole decoder layer in one call, where a layer is two norms, attention and a gated MLP around two residuals.
+
+The call does what the layer's fused modules do, operation by operation, and gives their bits; what it saves is the way
+through Python and the waiting of threads for each other. It serves passes over a paged cache; others, and those that
+want gradients, go through the modules.
+
+Shape legend: N tokens, D hidden size, K key-value heads, S places of a block, E head size, R rows, B blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from headrace.models.attention import PLAN, forward
+from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
+from headrace.models.kernels.ops import Decoder, Kernels, Step, norm_of, point, turn_of
+from headrace.models.paged.base import Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.paged.compiled import CompiledAttention
+
+_PARTS = {
+    "input_layernorm": FusedNorm,
+    "self_attn": FusedAttention,
+    "post_attention_layernorm": FusedNorm,
+    "mlp": FusedGated,
+}
+_PROBE = (2, 15)
+"""New tokens of the two rows of the probe; the second reaches into its second block when it goes on."""
+
+
+class FusedDecoder(Fused):
+    """One call for the whole layer."""
+
+    def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        super().__init__(module, ops)
+        self._before, self._attention, self._after, self._mlp = (
+            getattr(module, name).__dict__["forward"] for name in _PARTS
+        )
+        parts = (*self._attention.parts, self._attention.out, *self._mlp.parts)
+        self._linears: list[tuple[str, nn.Linear]] = list(
+            zip(("q", "k", "v", "out", "gate", "up", "down"), parts, strict=True)
+        )
+        self._heads = self._attention.sizes[0][0]
+        queries, keys, values = ((heads, size) for heads, size in self._attention.sizes)
+        mixed = queries[0] * values[1]
+        inner = 2 * parts[4].out_features
+        self._hidden = parts[0].in_features
+        self._scratch = self._hidden + sum(h * size for h, size in (queries, keys, values)) + mixed + inner
+
+    def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        plan, turn = kwargs.get(PLAN), kwargs.get("position_embeddings")
+        if not isinstance(plan, PagedPlan) or turn is None:
+            return self.original(hidden_states, *args, **kwargs)
+        attention, pools = plan.layer(self._attention.rule)
+        if not isinstance(attention, CompiledAttention):
+            return self.original(hidden_states, *args, **kwargs)
+        x = hidden_states.contiguous()
+        tokens = x.numel() // self._hidden
+        y, scratch = torch.empty_like(x), torch.empty(tokens, self._scratch)
+        step = Step(
+            *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn_of((turn[0][0], turn[1][0]))),
+            *(tokens, self._hidden),
+        )
+        attention.decode(step, self._parts(), attention.shape(self._heads, pools, self._attention.rule))
+        return y
+
+    def _parts(self) -> Decoder:
+        """With every weight where it lies now."""
+        parts = Decoder(
+            norm_of(self._before.norm), norm_of(self._after.norm), *(norm_of(norm) for norm in self._attention.norms)
+        )
+        for name, linear in self._linears:
+            point(getattr(parts, name), (linear.weight, linear.bias))
+        return parts
+
+
+def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
+    """Swap the plain decoder layers of a model whose modules are fused, if its logits stay the same bit for bit.
+
+    Returns how many of each class.
+    """
+    layers = [module for module in model.modules() if _is_plain(module)]
+    if not layers:
+        return {}
+    with torch.inference_mode():
+        wanted = _decoded(model)
+        for module in layers:
+            module.forward = FusedDecoder(module, ops)
+        try:
+            same = torch.equal(_decoded(model), wanted)
+        except Exception:  # noqa: BLE001 - a foreign layer may be called in any way
+            same = False
+    if not same:  # a layer that does more than its modules
+        for module in layers:
+            del module.forward
+        return {}
+    return dict(Counter(type(module).__name__ for module in layers))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    plain = set(children) == set(_PARTS) and not list(module.parameters(recurse=False))
+    return plain and "forward" not in module.__dict__ and all(
+        isinstance(children[name].__dict__.get("forward"), kind) for name, kind in _PARTS.items()
+    )  # fmt: skip
+
+
+def _decoded(model: nn.Module) -> Tensor:
+    """Logits of a probe that fills a paged cache and then decodes over it."""
+    fused = [m.__dict__["forward"] for m in model.modules() if isinstance(m.__dict__.get("forward"), FusedAttention)]
+    shapes = [
+        LayerShape(heads=f.sizes[1][0], key_size=f.sizes[1][1], value_size=f.sizes[2][1])
+        for f in sorted(fused, key=lambda f: f.rule.layer)
+    ]
+    cache = PagedCache(shapes, 4, dtype=torch.float32, device="cpu")
+    tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
+    for counts in (_PROBE, (1, 1), (1, 1)):
+        counts_R = np.array(counts, np.int64)
+        geometry = Geometry(tables_RB=tables_RB, starts_R=starts_R.copy(), counts_R=counts_R, num_decode=0)
+        plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(fused[0].ops, g, d), torch.device("cpu"))
+        ids_N = torch.arange(int(counts_R.sum())) * 3 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        found.append(forward(model, ids_N, plan))
+        starts_R += counts_R
+    return torch.cat(found)

@@ -1,0 +1,143 @@
+"""The forwards that stand in for those of a model's modules: they read the module's parameters and call kernels.
+
+Shape legend: N tokens, H query heads, E head size.
+"""
+
+# gate: getattr - foreign modules differ from architecture to architecture
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.models.attention import PLAN, Rule
+from headrace.models.kernels.ops import Kernels, Norm
+
+TOLERANCE = 1e-4
+"""Largest difference of a probe's numbers, relative to their largest."""
+
+
+class Fused:
+    """A module's forward on kernels. Where gradients are wanted the module's own serves."""
+
+    def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        self.module, self.ops = module, ops
+        self.original = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        return self.compute(*args, **kwargs)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class FusedLinear(Fused):
+    """A linear module."""
+
+    module: nn.Linear
+
+    def compute(self, input: Tensor) -> Tensor:
+        return self.ops.linear(input, self.module.weight, self.module.bias)
+
+
+class FusedNorm(Fused):
+    """An RMSNorm."""
+
+    def __init__(self, module: nn.Module, ops: Kernels, norm: Norm) -> None:
+        super().__init__(module, ops)
+        self.norm = norm
+
+    def compute(self, hidden_states: Tensor) -> Tensor:
+        return self.ops.rms_norm(hidden_states, *self.norm)
+
+
+class FusedGated(Fused):
+    """A gated feed-forward module."""
+
+    def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        super().__init__(module, ops)
+        self.parts: list[nn.Linear] = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
+
+    def compute(self, x: Tensor) -> Tensor:
+        gate, up, down = self.parts
+        return self.ops.gated(x, (gate.weight, gate.bias), (up.weight, up.bias), (down.weight, down.bias))
+
+
+class FusedAttention(Fused):
+    """Queries, keys and values by one product, normed and turned in place; then the plan; then the output's product."""
+
+    def __init__(self, module: nn.Module, ops: Kernels, seen: Seen) -> None:
+        super().__init__(module, ops)
+        self.parts: list[nn.Linear] = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out: nn.Linear = module.o_proj  # type: ignore[assignment]
+        self.norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
+        self.rule = seen.rule
+        self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
+
+    def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Queries ``[N, H, E]``, keys and values, as the plan takes them."""
+        joined = self.ops.linears(x, [(part.weight, part.bias) for part in self.parts])[0]
+        widths = [heads * size for heads, size in self.sizes]
+        apart = joined.split(widths, -1)
+        shaped = tuple(part.unflatten(-1, size) for part, size in zip(apart, self.sizes, strict=True))
+        for tensor, norm in zip(shaped[:2], self.norms, strict=True):
+            self.ops.heads_(tensor, norm, (turn[0][0], turn[1][0]))
+        return shaped
+
+    def compute(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        query, key, value = self.qkv(hidden_states, position_embeddings)
+        mixed = kwargs[PLAN].attend(query, key, value, self.rule)
+        return self.ops.linear(mixed.flatten(1)[None], self.out.weight, self.out.bias), None
+
+
+def turn_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """The rotation of the fused attention, in torch: ``x cos + (-second half, first half) sin``."""
+    cos, sin = (tensor[0][:, None] for tensor in turn)
+    size = cos.shape[-1]
+    turned, rest = x_NHE[..., :size], x_NHE[..., size:]
+    first, second = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+@dataclass(slots=True)
+class Seen:
+    """What an attention module was given and what it made of it."""
+
+    rule: Rule
+    """How it attends."""
+    qkv: tuple[Tensor, Tensor, Tensor]
+    """Queries, keys and values that it gave the plan: ``[N, heads, size]``."""
+    args: tuple[Any, ...] = ()
+    """What it was called with, by position."""
+    kwargs: Mapping[str, Any] | None = None
+    """And by name; ``None`` until it has returned."""
+    output: Any = None
+    """What it returned."""
+
+
+def close(given: Tensor, wanted: Tensor) -> bool:
+    """Whether two results are the same, up to rounding."""
+    return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
+
+
+def find_norm(module: nn.Module | None) -> Norm | None:
+    """How a module norms, if it is an RMSNorm: found out by asking it."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if module is None or not type(module).__name__.endswith("RMSNorm") or weight is None or not isinstance(eps, float):
+        return None
+    original: Callable[[Tensor], Tensor] = type(module).forward.__get__(module)
+    x = torch.linspace(-1.0, 2.0, weight.numel())
+    normed = x * torch.rsqrt(x.square().mean() + eps)
+    for plus in (0.0, 1.0):
+        if close(normed * (weight + plus), original(x)):
+            return weight, eps, plus
+    return None
