@@ -57,7 +57,7 @@ def exact(directory: Path, layout: str) -> Found:
     expected = _expected(directory, kind)
     worst = {name: _apart(gradient, expected[name]) for name, gradient in gradients(learner).items()}
     name = max(worst, key=worst.__getitem__)
-    return {"metrics": metrics, "norm": learner.optimizer.norm(learner.ranks), "worst": [name, worst[name]]}
+    return {"metrics": metrics, "norm": learner.optimizer.norm(), "worst": [name, worst[name]]}
 
 
 def _expected(directory: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -111,21 +111,21 @@ def resume_on_two(directory: Path) -> Found:
 def _curve_with_snapshot(directory: Path, parallel: dict[str, int], name: str) -> Found:
     learner = _learner(directory, parallel)
     curve = _curve(learner, range(2))
-    _save(learner, directory / name, directory / "dense")
+    _save(learner, directory / name)
     return {"curve": curve + _curve(learner, range(2, 4))}
 
 
-def _save(learner: ShardedLearner, directory: Path, model_dir: Path) -> None:
+def _save(learner: ShardedLearner, directory: Path) -> None:
     if learner.ranks.leads:
         directory.mkdir()
     learner.ranks.wait()
-    learner.files.save(directory, learner.step, model_dir)
+    learner.core.save(directory)
 
 
 def _resume(snapshot: Path, parallel: dict[str, int]) -> Found:
     learner = _learner(snapshot.parent, parallel, kind=snapshot.name)
-    learner.step = learner.files.restore_optimizer(snapshot)
-    return {"step": learner.step, "curve": _curve(learner, range(2, 4))}
+    learner.core.restore(snapshot, weights=False)
+    return {"step": learner.core.version, "curve": _curve(learner, range(2, 4))}
 
 
 def experts_snapshot(directory: Path) -> Found:
@@ -134,7 +134,7 @@ def experts_snapshot(directory: Path) -> Found:
     full = load_model(ModelConfig(path=str(directory / "experts")))
     expected = weight_tensors(full)
     sent = {name: tensor.clone() for name, tensor in wholes(weight_tensors(learner.model).items())}
-    _save(learner, directory / "experts_saved", directory / "experts")
+    _save(learner, directory / "experts_saved")
     return {
         "names": list(sent) == list(expected),
         "equal": all(torch.equal(sent[name], expected[name]) for name in expected),

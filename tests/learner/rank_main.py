@@ -17,7 +17,7 @@ from headrace.environ import rank_place
 from headrace.learner.parallel import context
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import joined
-from tests.learner import rank_cases
+from tests.learner import rank_cases, rank_core_cases
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -30,7 +30,8 @@ def main(directory: Path, names: list[str]) -> None:
     with joined(config, place, torch.device("cpu"), rendezvous):
         for name in names:
             try:
-                found[name] = getattr(rank_cases, name)(directory)
+                cases = rank_cases if hasattr(rank_cases, name) else rank_core_cases
+                found[name] = getattr(cases, name)(directory)
             except Exception:  # noqa: BLE001 - the edge of the process: the test tells
                 found[name] = {"failed": traceback.format_exc()}
                 break

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.context import Pieces, _runs
+from headrace.models.config import ModelConfig
 
 QWEN = SimpleNamespace(model_type="qwen3", num_attention_heads=8, num_key_value_heads=2)
 
@@ -78,3 +79,11 @@ def test_a_run_is_of_one_sequence_and_knows_its_positions(lengths: list[int], nu
             here = mine[run.rows]
             assert positions[here].tolist() == list(range(run.first, run.first + run.length))
             assert set(starts_M[here]) == {run.start}
+
+
+@pytest.mark.parametrize("settings", [{"lora": {}}, {"deterministic": True}])
+def test_what_only_one_process_can_do_is_refused_for_ranks(settings: dict[str, object]) -> None:
+    model = ModelConfig.model_validate({"path": "m", **settings})
+    ParallelConfig().refuse_settings(model)
+    with pytest.raises(ConfigError, match=f"2 ranks, and model.{next(iter(settings))} is for one"):
+        ParallelConfig(data=2).refuse_settings(model)

@@ -56,7 +56,7 @@ def test_moments_matter_to_the_continuation(setup, saved):
     resumed, forgetful = setup.learner(), setup.learner()
     resumed.restore(saved)
     forgetful.restore(saved)
-    forgetful._optimizer.state.clear()
+    forgetful._optimizer.adamw.state.clear()
     resumed.train(random_batch(2))
     forgetful.train(random_batch(2))
     pairs = zip(resumed.model.parameters(), forgetful.model.parameters(), strict=True)

@@ -16,8 +16,8 @@ from headrace.environ import child_environment
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
-from headrace.launch.hosts import SPOKE
-from headrace.launch.starts import Start, write_start
+from headrace.launch.hosts import LOST, SPOKE
+from headrace.launch.starts import Start, extra_environment, write_start
 from headrace.types.messages import controller
 from headrace.types.trace import Span
 
@@ -66,7 +66,8 @@ class Child:
         peer = make_peer(ControllerChannel(site.directory, name, controller.Message))
         try:
             write_start(site.directory / f"{name}.json", start)
-            process, lifeline = await cls._spawn(site, name, log, num_threads)
+            environment = {**child_environment(site.token, num_threads), **extra_environment(start)}
+            process, lifeline = await cls._spawn(site, name, log, environment)
         except OSError as error:
             peer.close()
             raise RunError(
@@ -79,7 +80,7 @@ class Child:
         return cls(name, peer, process, log, lifeline)
 
     @staticmethod
-    async def _spawn(site: Site, name: str, log: Path, num_threads: int) -> tuple[Process, int]:
+    async def _spawn(site: Site, name: str, log: Path, environment: dict[str, str]) -> tuple[Process, int]:
         """The process, and our end of the pipe that keeps it alive."""
         with log.open("ab") as output:
             theirs, ours = os.pipe()
@@ -87,7 +88,7 @@ class Child:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "headrace.launch.hosts.main", str(site.directory), name, str(theirs),
                     stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
-                    start_new_session=True, env=child_environment(site.token, num_threads),
+                    start_new_session=True, env=environment,
                 )  # fmt: skip
             except BaseException:
                 os.close(ours)
@@ -107,6 +108,11 @@ class Child:
         if self._process.returncode is not None:
             return "ended"
         return "ready" if self.peer.ready.done() else "starting"
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has ended because another process did."""
+        return self._process.returncode == LOST
 
     async def died(self) -> str:
         """Wait for its end, and end what it started; why, in words. One that has said why is not waited for long."""

@@ -2,6 +2,7 @@
 
 controller ──orders──▶ engine     steps                      ◀─┐
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers in shared memory
+    │                  learner-n  its other ranks, which hear the orders of it
     │      ──orders──▶ scorer-n   calls the reward function
     └── holds a pipe to each: when the controller dies, they die
 """
@@ -9,15 +10,18 @@ controller ──orders──▶ engine     steps                      ◀─┐
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.clock import RealClock
 from headrace.control import Parts, Serving
@@ -26,13 +30,14 @@ from headrace.env import SingleTurn
 from headrace.environ import num_cores, shared_memory_root
 from headrace.errors import ComponentDied, DeadlineError, RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Child, Site
+from headrace.launch.child import LAST_WORDS_S, Child, Site
 from headrace.launch.clients import EngineClient, LearnerClient, ScorerPool, Terms
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import threads
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.order import Component, Order, World
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
+from headrace.models.load import read_config
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.observation import Event
 
@@ -65,7 +70,8 @@ class _Processes:
 
     async def start_learner(self) -> LearnerClient:
         order = self.order
-        num_threads = threads(order.launch.learner_threads, num_cores())
+        world = order.learner.parallel.world
+        num_threads = max(1, threads(order.launch.learner_threads, num_cores()) // world)
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
             learner=order.learner.model_dump(mode="json"),
@@ -76,8 +82,13 @@ class _Processes:
             snapshot="" if order.snapshot is None else str(order.snapshot),
             weights_path=str(self.weights),
             num_threads=num_threads,
+            world=world,
+            rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )
         child = await self._start("learner", start, num_threads, self._learner_client)
+        for rank in range(1, world):
+            name, other = f"{child.role}-{rank}", msgspec.structs.replace(start, rank=rank)
+            await self._start(name, other, num_threads, partial(self._peer, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
 
@@ -87,7 +98,7 @@ class _Processes:
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self.children = [child for child in self.children if not child.closed]  # those that were replaced
-        return await self._start(name, start, 1, lambda channel: self._peer(name, channel))
+        return await self._start(name, start, 1, partial(self._peer, name))
 
     def components(self) -> list[Component]:
         """Every process, the controller's own first."""
@@ -98,8 +109,8 @@ class _Processes:
         return parts
 
     async def end(self) -> None:
-        farewells = {"engine": engine.Shutdown(), "learner": learner.Shutdown()}
-        ends = [child.end(farewells.get(child.role, scorer.Shutdown())) for child in self.children]
+        farewells = {"engine": engine.Shutdown(), "learner": learner.Shutdown(), "scorer": scorer.Shutdown()}
+        ends = [child.end(farewells[child.role.partition("-")[0]]) for child in self.children]
         await asyncio.gather(*ends)
 
     async def _start(
@@ -133,9 +144,13 @@ class _Processes:
 async def local_world(order: Order) -> AsyncIterator[World]:
     """Every part of a run as a process of this machine.
 
-    Raises what a part says when it cannot start; within, the death of a part cancels the body and raises
+    Raises :class:`~headrace.errors.ConfigError` for a model that the learner's ranks cannot share, and what a part says
+    when it cannot start; within, the death of a part cancels the body and raises
     :class:`~headrace.errors.ComponentDied`.
     """
+    order.learner.parallel.refuse_settings(order.model)
+    if order.learner.parallel.world > 1:
+        order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _launched(order) as processes:
         pool = _scorers(processes)
         engine_client = await processes.start_engine(own_weights=False)
@@ -183,7 +198,9 @@ async def _watched(processes: _Processes, pool: ScorerPool) -> AsyncIterator[Non
     watched = list(processes.children)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child.peer.listen()) for child in watched]
-        tasks += [group.create_task(_watch(child)) for child in watched]
+        ranks = [child for child in watched if child.role.startswith("learner")]
+        others = [[child] for child in watched if child not in ranks]
+        tasks += [group.create_task(_watch(part)) for part in (*others, ranks) if part]
         tasks.append(group.create_task(pool.run()))
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         yield
@@ -227,11 +244,29 @@ def _version(peer: Peer) -> int | None:
     return None
 
 
-async def _watch(child: Child) -> None:
-    cause = await child.died()
-    if child.peer.last_words is not None:
-        raise child.peer.last_words
-    raise ComponentDied(cause, remedy="mend the cause, then --resume: nothing that was finished is lost")
+async def _watch(part: Sequence[Child]) -> None:
+    """Raise when one of the processes of a part dies. The others follow it: told is what became of the first."""
+    async with asyncio.TaskGroup() as group:
+        deaths = {group.create_task(child.died()): child for child in part}
+        await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await _cause_known(deaths)
+        ended = [death for death in deaths if death.done()]
+        for death in deaths:
+            death.cancel()
+    first = min(ended, key=lambda death: deaths[death].lost)
+    if words := deaths[first].peer.last_words:
+        raise words
+    raise ComponentDied(first.result(), remedy="mend the cause, then --resume: nothing that was finished is lost")
+
+
+async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
+    """Until one has ended by itself, or all have."""
+    while (alive := [death for death in deaths if not death.done()]) and all(
+        child.lost for death, child in deaths.items() if death.done()
+    ):
+        await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _all_ready(children: list[Child], pool: ScorerPool, timeout_s: float) -> None:

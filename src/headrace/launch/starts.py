@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from headrace.environ import RankPlace, rank_environment
+
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An engine."""
@@ -22,7 +24,7 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A learner."""
+    """A learner, or one rank of it."""
 
     model: dict[str, Any]
     learner: dict[str, Any]
@@ -37,6 +39,17 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weights_path: str
     """The shared-memory file to publish through."""
     num_threads: int
+    rank: int = 0
+    """Which rank; the first hears orders, answers and publishes."""
+    world: int = 1
+    """Ranks altogether, all on this machine."""
+    rendezvous: str = ""
+    """Where they meet: torch's ``init_method``."""
+
+    @property
+    def place(self) -> RankPlace:
+        """Of this rank."""
+        return RankPlace(rank=self.rank, local_rank=self.rank, world=self.world)
 
 
 class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,6 +62,11 @@ class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Start = EngineStart | LearnerStart | ScorerStart
+
+
+def extra_environment(start: Start) -> dict[str, str]:
+    """Environment variables that such a process needs beyond those of every process of the run."""
+    return rank_environment(start.place) if isinstance(start, LearnerStart) and start.world > 1 else {}
 
 
 def write_start(path: Path, start: Start) -> None:

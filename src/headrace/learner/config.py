@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
 """What an objective may ask of this learner, beyond what is always there."""
@@ -16,7 +17,7 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LearnerConfig(Section):
-    """The optimizer, its schedule, and how a batch is cut into micro-batches."""
+    """The optimizer, its schedule, how a batch is cut into micro-batches, and the ranks that compute them."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate; 0 trains nothing and is allowed, as a control."""
@@ -44,3 +45,18 @@ class LearnerConfig(Section):
     share_prefixes: bool = False
     """Whether samples of one group compute the tokens they begin with once, all but attention. Same gradient; pays
     where prompts are long beside answers."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Over how many processes it is spread; one by default."""
+    memory: MemoryConfig = MemoryConfig()
+    """What is kept, where, in which number format."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW, or another."""
+
+    @model_validator(mode="after")
+    def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
+        if self.share_prefixes and self.parallel.context > 1:
+            raise ValueError(
+                f"share_prefixes=true with parallel.context={self.parallel.context}: tokens that several samples share "
+                "cannot be parted over ranks; set share_prefixes = false, or parallel.context = 1"
+            )
+        return self

@@ -1,10 +1,10 @@
-"""The machine behind a learner: synchronous, in one process, deterministic.
+"""The machine behind a learner: synchronous, deterministic, in one process or in several that do the same together.
 
     batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
           ──▶ one weight per token, over the whole batch (and the tokens chosen from all of it, where a formula asks)
-          ──▶ micro-batches of about equal cost (packing.py)
+          ──▶ micro-batches of about equal cost (packing.py), dealt to the ranks
           ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
-          ──▶ clip ──▶ AdamW at the schedule's rate (optim.py) ──▶ version + 1
+          ──▶ clip ──▶ the optimizer at the schedule's rate (optim.py, parallel/optim.py) ──▶ version + 1
 
 A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient divided by the
 reduction's denominator when the last is there: the same gradient, up to rounding.
@@ -26,12 +26,16 @@ from transformers import PreTrainedModel
 from headrace.algo.objective import Objective, usable
 from headrace.clock import Clock
 from headrace.errors import ConfigError, RunError
-from headrace.learner import snapshot
 from headrace.learner.config import COLUMNS, LearnerConfig
 from headrace.learner.forward import Forward
-from headrace.learner.intake import layout
-from headrace.learner.optim import build_optimizer, learning_rate
+from headrace.learner.intake import Mask, layout
+from headrace.learner.memory import MemoryPlan, told_when_full
+from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
+from headrace.learner.parallel.files import Snapshot
+from headrace.learner.parallel.load import keep_inputs_only
+from headrace.learner.parallel.mesh import Alone, AnyRanks
+from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.work import Tally, Work
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
@@ -92,21 +96,40 @@ class LearnerCore:
 
     The same weights, batch and number of threads give the same new weights, bit for bit. The model stays in evaluation
     mode: without dropout log π is a function of the weights, as it is in the engine.
+
+    Over several ranks each has a core, and all must be told the same in the same order: each is given the whole batch,
+    computes its share, and reports what all of them did. ``model`` is what
+    :func:`headrace.learner.parallel.load.load_for` gives. The result is that of one process, up to rounding.
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, objective: Objective, context: LearnerContext
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        objective: Objective,
+        context: LearnerContext,
+        ranks: AnyRanks | None = None,
     ) -> None:
         _refuse_settings(objective, context.temperature)
+        self._ranks = ranks or Alone(model.device)
+        config.parallel.refuse_world(self._ranks.config.world)
         self.model = model.eval()
+        if config.memory.recompute:
+            keep_inputs_only(model)
         self._config = config
         self._objective = objective
         self._context = context
         self._device = model.device
         self._forward = Forward(
-            model, config, temperature=context.temperature, entropy_gradient="entropy" in objective.columns
+            model,
+            config,
+            temperature=context.temperature,
+            entropy_gradient="entropy" in objective.columns,
+            ranks=self._ranks,
         )
-        self._optimizer = build_optimizer((p for p in model.parameters() if p.requires_grad), config)
+        self._optimizer = ShardOptimizer(model, config, self._ranks)
+        self._files = Snapshot(model, self._optimizer, self._ranks)
+        self._memory = MemoryPlan.of(model, config)
         self._parts: _Parts | None = None
         self._spans: list[Span] = []
         self._step = 0
@@ -115,6 +138,11 @@ class LearnerCore:
     def version(self) -> int:
         """Of the weights: the number of optimizer steps behind them."""
         return self._step
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is one that :meth:`optim_step` has not used."""
+        return not self._optimizer.empty
 
     def train(self, batch: Batch) -> StepReport:
         """One whole optimizer step. ``batch.step`` must be :attr:`version`.
@@ -150,6 +178,7 @@ class LearnerCore:
             work = replace(work, selected_NP=self._select(work))
         tally = Tally()
         self._backward(work, tally)
+        tally.join(self._ranks)
         return Gradient(
             metrics=tally.metrics(),
             trained_tokens=tally.trained_tokens,
@@ -173,7 +202,7 @@ class LearnerCore:
                 remedy="choose an algo.loss and algo.correction that select no tokens, or give the batch as one",
             )
         if self._parts is None:
-            if any(p.grad is not None for p in self.model.parameters()):
+            if self.has_gradient:
                 raise RunError(f"step {self._step} already has a gradient", remedy="call optim_step before add")
             self._parts = _Parts()
         parts = self._parts
@@ -188,11 +217,11 @@ class LearnerCore:
     def finish(self) -> Gradient:
         """The last part has been added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
         parts, self._parts = self._parts or _Parts(), None
+        parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
             raise _nothing_to_learn(self._step, parts.loss_tokens)
         scale = 1.0 / max(parts.mass, 1.0)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
+        self._optimizer.scale(scale)
         return Gradient(
             metrics=parts.tally.metrics(scale),
             trained_tokens=parts.tally.trained_tokens,
@@ -209,10 +238,10 @@ class LearnerCore:
         start_s = self._context.clock.now()
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before optim_step")
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if all(p.grad is None for p in parameters):
+        if not self.has_gradient:
             raise RunError(f"step {self._step} has no gradient", remedy="call forward_backward before optim_step")
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm))
+        with self._ranks.together():
+            grad_norm = self._optimizer.clip_norm(self._config.max_grad_norm)
         if not math.isfinite(grad_norm):
             self._optimizer.zero_grad()
             raise RunError(
@@ -222,9 +251,8 @@ class LearnerCore:
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps)
         if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
+            with self._ranks.together():
+                self._optimizer.step(lr)
         self._optimizer.zero_grad()
         seconds = self._ended("optim_step", start_s)
         self._step += 1
@@ -234,7 +262,7 @@ class LearnerCore:
         """log π (N, float32) of every token of the batch's mask under the current weights and the sampling
         temperature; 0 elsewhere."""
         self._forward.refuse(batch)
-        return self._forward.logprobs(batch, batch.mask_N)
+        return self._logprobs(batch, batch.mask_N)
 
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
@@ -242,16 +270,18 @@ class LearnerCore:
         Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
         """
         start_s = self._context.clock.now()
-        snapshot.save(directory, self.model, self._optimizer, self._step, self._context.model_dir)
+        self._files.save(directory, self._step, self._context.model_dir)
         self._ended("save", start_s)
 
-    def restore(self, directory: Path) -> None:
-        """Go on exactly where :meth:`save` was called: weights, moments, random state, version.
+    def restore(self, directory: Path, *, weights: bool = True) -> None:
+        """Go on exactly where :meth:`save` was called: weights, moments, random state, version; on however many ranks
+        that was. Without ``weights`` if the model was loaded from ``directory``.
 
         Raises :class:`~headrace.errors.CheckpointError` for a directory that is damaged or of another model.
         """
-        snapshot.restore_weights(directory, self.model)
-        self._step = snapshot.restore_optimizer(directory, self.model, self._optimizer)
+        if weights:
+            self._files.restore_weights(directory)
+        self._step = self._files.restore_optimizer(directory)
 
     def take_spans(self) -> tuple[Span, ...]:
         """What it did since the last call, for the trace."""
@@ -276,16 +306,27 @@ class LearnerCore:
 
     def _backward(self, work: Work, tally: Tally) -> None:
         """Micro-batch by micro-batch; if one fails, no gradient is left."""
-        with ExitStack() as undo:
+        with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._forget)
             tally.open(work)
             for micro in self._forward.cut(work.batch, work.mask_N):
-                passed = self._forward(work.batch, work.mask_N, micro)
-                inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M)
-                output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
-                output.loss.backward()
-                tally.add(work, micro, passed, output)
+                self._backward_micro(work, micro, tally)
+                self._optimizer.collect()
             undo.pop_all()
+
+    def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
+        passed = self._forward(work.batch, work.mask_N, micro)
+        if not len(micro.places_M):  # computed because the other ranks compute
+            (passed.log_pi_M.sum() * 0.0).backward()
+            return
+        inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M)
+        output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
+        (output.loss * self._ranks.config.averaged).backward()
+        tally.add(work, micro, passed, output)
+
+    def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
+        with self._ranks.together(), told_when_full(self._memory, self._step):
+            return self._forward.logprobs(batch, mask_N)
 
     def _forget(self) -> None:
         self._optimizer.zero_grad()
@@ -293,7 +334,7 @@ class LearnerCore:
 
     def _select(self, work: Work) -> Tensor | None:
         """The tokens that formulas choose from the whole batch, under the present weights."""
-        log_pi_N = torch.from_numpy(self._forward.logprobs(work.batch, work.mask_N))
+        log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
     def _ended(self, name: str, start_s: float) -> float:

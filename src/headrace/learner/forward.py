@@ -10,6 +10,7 @@ carry loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
 from headrace.learner.intake import Mask, refuse_unfit
-from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, halves
-from headrace.learner.packing import Index, MicroBatch, Packing, plan, singly
+from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, halves
+from headrace.learner.packing import MicroBatch, Packing, plan, singly
+from headrace.learner.parallel.halves import ShardedLogprobs
+from headrace.learner.parallel.mesh import Alone, AnyRanks
+from headrace.learner.parallel.view import View, view_of
 from headrace.learner.prefixes import siblings
 from headrace.models.attention import PLAN, PackedPlan
+from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.routing import RoutedModel, RoutingReplay, Seen, find_routing
 from headrace.types.batch import Batch
 from headrace.types.tokens import FloatColumn
@@ -48,47 +54,63 @@ class Forward:
     """The model of one learner, and how its passes are made."""
 
     def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, *, temperature: float, entropy_gradient: bool
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        *,
+        temperature: float,
+        entropy_gradient: bool,
+        ranks: AnyRanks | None = None,
     ) -> None:
-        self._device = model.device
+        self._ranks = ranks or Alone(model.device)
         self._share = config.share_prefixes
+        self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
-        self._packing = Packing(budget=config.tokens_per_microbatch, cost=cost_of(model, self._routed))
-        self._vocab_size: int = model.get_input_embeddings().num_embeddings
-        self._token_logprobs = TokenLogprobs(
-            halves(model, self._inputs(np.zeros(2, np.int64), np.array([2]))),
-            chunk=max(1, LOGITS_PER_CHUNK // self._vocab_size),
-            temperature=temperature,
-            entropy_gradient=entropy_gradient,
+        self._packing = Packing(
+            budget=config.tokens_per_microbatch,
+            num_ranks=self._ranks.config.num_shares,
+            cost=cost_of(model, self._routed),
         )
+        self._vocab_size: int = model.get_input_embeddings().num_embeddings
+
+        invariant = is_deterministic(model)
+        self._plan = InvariantPlan if invariant else PackedPlan
+        log_softmax = invariant_log_softmax if invariant else None
+        chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
+
+        def logprobs(parts: Halves) -> TokenLogprobs:
+            return TokenLogprobs(parts, chunk, temperature, entropy_gradient, log_softmax)
+
+        self._token_logprobs: Callable[..., tuple[Tensor, ...]]
+        if self._ranks.config.world > 1:
+            self._token_logprobs = ShardedLogprobs(model, logprobs)
+        else:
+            self._token_logprobs = logprobs(halves(model, self._probe()))
 
     def refuse(self, batch: Batch) -> None:
         """Raise :class:`~headrace.errors.RunError` for a batch that this model cannot compute."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
 
     def cut(self, batch: Batch, mask_N: Mask) -> list[MicroBatch]:
-        """Micro-batches of the samples that have a token of the mask; the others need no forward pass."""
+        """This rank's micro-batches of the samples that have a token of the mask; the others need no forward pass. All
+        ranks get as many; some may be empty."""
         samples = np.unique(np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)[mask_N])
         units = siblings(batch, samples, self._packing.budget) if self._share else singly(samples)
-        return plan(batch.lengths_S, units, self._packing)[0]
+        return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch) -> Passed:
         """One forward pass. A token came from the logits of the one before it."""
-        loss_P = np.flatnonzero(mask_N[micro.places_M])
-        places_P = micro.places_M[loss_P]
-        before_P = loss_P - 1 if micro.rows_M is None else micro.rows_M[loss_P - 1]
-        ids_R = batch.ids_N[micro.places_R]
-        with self._replaying(batch, micro) as seen:
+        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
+        places_P = micro.places_M[view.places_P]
+        with self._replaying(batch, view) as seen, save_on_cpu() if self._offload else nullcontext():
             found = self._token_logprobs(
-                self._inputs(ids_R, micro.lengths_K, micro.rows_M) if len(ids_R) else self._dummy(),
-                torch.from_numpy(before_P).to(self._device),
-                torch.from_numpy(batch.ids_N[places_P].astype(np.int64)).to(self._device),
+                view.inputs(batch.ids_N),
+                torch.from_numpy(view.before_P).to(self._ranks.device),
+                torch.from_numpy(batch.ids_N[places_P].astype(np.int64)).to(self._ranks.device),
                 None if batch.kept is None else batch.kept.take(places_P),
             )
-        at_P = torch.from_numpy(loss_P).to(self._device)
-        zeros_M = found[0].new_zeros(len(micro.places_M))
-        log_pi_M, entropy_M = (zeros_M.index_copy(0, at_P, column_P) for column_P in found)
+            log_pi_M, entropy_M = (view.join(column_P) for column_P in found)
         return Passed(log_pi_M=log_pi_M, entropy_M=entropy_M, seen=seen)
 
     @torch.no_grad()
@@ -97,22 +119,19 @@ class Forward:
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for micro in self.cut(batch, mask_N):
             logprobs_N[micro.places_M] = self(batch, mask_N, micro).log_pi_M.cpu().numpy()
-        return logprobs_N
+        return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
 
-    def _inputs(self, ids_R: np.ndarray[Any, Any], lengths_K: Index, rows_M: Index | None = None) -> dict[str, Any]:
-        attend = PackedPlan(lengths_K, self._device, rows_M)
-        ids = torch.from_numpy(ids_R.astype(np.int64)).to(self._device)
-        return {"input_ids": ids[None], "position_ids": attend.positions_N[None], PLAN: attend}
-
-    def _dummy(self) -> dict[str, Any]:
-        """A pass of one token that nothing is asked of: ranks gather their parameters together."""
-        return self._inputs(np.zeros(1, np.int64), np.array([1]))
-
-    def _replaying(self, batch: Batch, micro: MicroBatch) -> AbstractContextManager[Seen | None]:
-        if batch.routing is None or not len(micro.places_M):
+    def _replaying(self, batch: Batch, view: View) -> AbstractContextManager[Seen | None]:
+        if batch.routing is None or not len(view.rows_R):
             return nullcontext()
         assert self._replay is not None  # refused at intake
-        return self._replay(batch.routing.take(micro.places_R))
+        return self._replay(batch.routing.take(view.rows_in_batch))
+
+    def _probe(self) -> dict[str, Any]:
+        """Two tokens, by which a model shows how it comes apart."""
+        attend = self._plan([2], self._ranks.device)
+        ids_N = torch.zeros_like(attend.positions_N)
+        return {"input_ids": ids_N[None], "position_ids": attend.positions_N[None], PLAN: attend}
 
 
 def _routing_of(model: PreTrainedModel) -> RoutedModel | None:

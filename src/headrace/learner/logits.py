@@ -14,6 +14,8 @@ D hidden size (V for a model that is run whole).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -138,8 +140,19 @@ def halves(model: PreTrainedModel, inputs: dict[str, Any]) -> Halves:
 class TokenLogprobs:
     """log π of given tokens, and the entropy of the distribution they were taken from, both under a temperature."""
 
-    def __init__(self, model: Halves, chunk: int, temperature: float, entropy_gradient: bool) -> None:
+    def __init__(
+        self,
+        model: Halves,
+        chunk: int,
+        temperature: float,
+        entropy_gradient: bool,
+        log_softmax: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """``log_softmax`` of the last dimension: all logits of a chunk exist, so that it can be given; ``None`` for
+        torch's or, where the head is a matrix, none at all."""
         self._model = model
+        self._tiled = log_softmax is None
+        self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
         self._chunk = chunk
         self._temperature = temperature
         self._entropy_gradient = entropy_gradient
@@ -154,7 +167,7 @@ class TokenLogprobs:
         whole distribution.
         """
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
-        matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
+        matrix = self._model.matrix() if self._tiled and isinstance(self._model, SplitModel) else None
         if matrix is not None:
             asked = Asked(
                 ids_P=ids_P,
@@ -176,11 +189,11 @@ class TokenLogprobs:
     def _of_chunk(self, hidden_CD: Tensor, ids_C: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor]:
         logits_CV = self._model.logits(hidden_CD)
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self._temperature
-        all_CV = torch.log_softmax(logits_CV, dim=-1)
+        all_CV = self._log_softmax(logits_CV)
         drawn_CV = all_CV
         if kept is not None:
             allowed_CV = Kept(kept, logits_CV.device).allowed(*logits_CV.shape)
-            drawn_CV = torch.log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf), dim=-1)
+            drawn_CV = self._log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf))
         logprobs_C = drawn_CV.gather(1, ids_C[:, None])[:, 0]
         if self._entropy_gradient:
             return logprobs_C, _entropy(all_CV)

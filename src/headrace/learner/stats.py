@@ -34,6 +34,11 @@ class TokenStats:
             ages_L=np.concatenate([part.ages_L for part in parts]),
         )
 
+    @classmethod
+    def none(cls) -> TokenStats:
+        """Of no token."""
+        return cls(log_pi_L=np.zeros(0, np.float32), log_mu_L=np.zeros(0, np.float32), ages_L=np.zeros(0, np.int64))
+
 
 def step_metrics(stats: TokenStats) -> dict[str, float]:
     """Ages, and how far log π and log μ are apart: at most over all tokens, and on average over those of age

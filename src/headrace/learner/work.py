@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from headrace.algo.metrics import add, means
 from headrace.learner.forward import Passed
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
+from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.stats import TokenStats, step_metrics
 from headrace.types.batch import Batch
+from headrace.types.messages.codec import Codec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,16 @@ class Work:
         )
 
 
+class _Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What the micro-batches of some ranks said."""
+
+    loss: float
+    metrics: dict[str, tuple[float, float]]
+    log_pi_L: np.ndarray
+    log_mu_L: np.ndarray
+    ages_L: np.ndarray
+
+
 class Tally:
     """Gathers what the micro-batches of one step say."""
 
@@ -93,6 +106,26 @@ class Tally:
                 ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
             )
         )
+
+    def join(self, ranks: AnyRanks) -> None:
+        """The last micro-batch was added: what all ranks added, on each of them."""
+        if ranks.config.num_shares == 1:
+            return
+        codec = Codec(_Share)
+        stats = TokenStats.concat([*self._stats, TokenStats.none()])
+        mine = _Share(
+            loss=sum(self._losses),
+            metrics={name: (float(ratio.total), float(ratio.count)) for name, ratio in add(self._metrics).items()},
+            log_pi_L=stats.log_pi_L,
+            log_mu_L=stats.log_mu_L,
+            ages_L=stats.ages_L,
+        )
+        shares: list[_Share] = [codec.decode(words) for words in ranks.gather_shares(codec.encode(mine))]
+        self._losses = [share.loss for share in shares]
+        self._metrics = [{name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares]
+        self._stats = [
+            TokenStats(log_pi_L=share.log_pi_L, log_mu_L=share.log_mu_L, ages_L=share.ages_L) for share in shares
+        ]
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """The step's; ``scale`` multiplies the losses."""

@@ -1,31 +1,43 @@
-"""The learner's process: orders one after the other; snapshots are hashed in a thread while the next batch trains."""
+"""The learner's process, or one of its ranks: orders one after the other; snapshots are hashed in a thread while the
+next batch trains.
+
+    controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.environ import run_token
-from headrace.errors import HeadraceError, WeightsError
+from headrace.errors import ComponentDied, HeadraceError, WeightsError
 from headrace.launch.channel import PartChannel
 from headrace.launch.heap import settled_heap
+from headrace.launch.hosts import LOST
 from headrace.launch.starts import LearnerStart
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.mesh import Alone, AnyRanks, RankLost, Ranks, joined, named_loss
+from headrace.learner.parallel.shards import wholes
 from headrace.models.config import ModelConfig
-from headrace.models.load import load_model
 from headrace.models.weights import weight_tensors
+from headrace.sync.manifest import plan
 from headrace.sync.shm import ShmPublisher
+from headrace.types.messages.codec import Codec
 from headrace.types.messages.controller import Failure, LogprobsAre, Published, Ready, Saved, SnapshotTaken, Trained
 from headrace.types.messages.learner import Logprobs, Message, Publish, Save, Shutdown, Train
 from headrace.types.trace import Span
@@ -37,7 +49,19 @@ WAIT_S = 60.0
 def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     """Load, report, serve until told to shut down."""
     torch.set_num_threads(start.num_threads)
-    model = load_model(ModelConfig.model_validate(start.model))
+    config = LearnerConfig.model_validate(start.learner)
+    with joined(config.parallel, start.place, torch.device("cpu"), start.rendezvous) as ranks:
+        try:
+            with named_loss(start.rank):
+                _run(start, config, Line(channel, ranks))
+        except RankLost:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(LOST)  # the other's end is what the user must hear of; whatever waits for it here waits for ever
+
+
+def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
+    model = load_for(ModelConfig.model_validate(start.model), line.ranks)
     context = LearnerContext(
         temperature=start.temperature,
         total_steps=start.total_steps,
@@ -45,80 +69,138 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
         clock=RealClock(),
     )
     objective = Objective.build(AlgoConfig.model_validate(start.algo))
-    core = LearnerCore(model, LearnerConfig.model_validate(start.learner), objective, context)
+    core = LearnerCore(model, config, objective, context, line.ranks)
     if start.snapshot:
-        core.restore(Path(start.snapshot))
-    publisher = ShmPublisher(Path(start.weights_path), weight_tensors(model))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+        core.restore(Path(start.snapshot), weights=start.model["path"] != start.snapshot)
+    weights = Weights(model, Path(start.weights_path), line.ranks)
     facts: dict[str, str | int | float] = {
         "threads": start.num_threads,
-        "parameters": parameters,
-        "weights_bytes": publisher.manifest.total_bytes,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weights_bytes": plan(weight_tensors(model)).total_bytes,
     }
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
+    line.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        LearnerHost(core, publisher, channel, announcer).serve()
-    publisher.close()
+        LearnerHost(core, weights, line, announcer).serve()
+    weights.close()
+
+
+class Line:
+    """The controller's orders, heard by every rank, and the answers, which the first gives for all."""
+
+    def __init__(self, channel: PartChannel, ranks: AnyRanks) -> None:
+        self.channel = channel
+        self.ranks = ranks
+        self._codec = Codec(Message)
+
+    def orders(self) -> Iterator[Message]:
+        """One after the other, on every rank the same; never ends."""
+        while True:
+            if isinstance(self.ranks, Alone):
+                yield from self.channel.receive(WAIT_S)
+            elif self.ranks.leads:
+                yield from self._pass_on(self.ranks)
+            elif words := self.ranks.hear(None):
+                yield self._codec.decode(words)
+
+    def say(self, message: Any) -> None:
+        """Answer the controller."""
+        if self.ranks.leads:
+            self.channel.send(message)
+
+    def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
+        """While there are no orders the others are told so from time to time: none of them waits for long."""
+        messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
+        for message in messages:
+            ranks.hear(self._codec.encode(message))
+            yield message
+        if not messages:
+            ranks.hear(b"")
+
+
+class Weights:
+    """The buffers in shared memory, filled with what lies on all ranks. All of them must call :meth:`copy`."""
+
+    def __init__(self, model: PreTrainedModel, path: Path, ranks: AnyRanks) -> None:
+        self._tensors = weight_tensors(model)
+        self._whole = isinstance(ranks, Alone)
+        self.publisher = ShmPublisher(path, self._tensors) if ranks.leads else None
+
+    def copy(self, slot: int) -> None:
+        """Into ``slot``."""
+        if self._whole and self.publisher is not None:
+            self.publisher.copy(slot)
+            return
+        gathered = (tensor for _, tensor in wholes(self._tensors.items()))
+        if self.publisher is not None:
+            self.publisher.fill(slot, gathered)
+        else:
+            deque(gathered, maxlen=0)
+
+    def close(self) -> None:
+        """Remove them."""
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 class LearnerHost:
-    """Drives one learner core from one channel."""
+    """Drives one learner core, or one rank of it."""
 
-    def __init__(
-        self, core: LearnerCore, publisher: ShmPublisher, channel: PartChannel, announcer: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, core: LearnerCore, weights: Weights, line: Line, announcer: ThreadPoolExecutor) -> None:
         self._core = core
-        self._publisher = publisher
-        self._channel = channel
+        self._weights = weights
+        self._line = line
         self._announcer = announcer
         self._clock = RealClock()
 
     def serve(self) -> None:
         """One order after the other; returns when told to shut down."""
-        while True:
-            for message in self._channel.receive(WAIT_S):
-                if isinstance(message, Shutdown):
-                    return
-                self._answer(message.call, partial(self._obey, message))
+        for message in self._line.orders():
+            if isinstance(message, Shutdown):
+                return
+            self._answer(message.call, partial(self._obey, message))
 
     def _obey(self, message: Message) -> None:
         match message:
             case Train(call=call, batch=batch):
                 report = self._core.train(batch)
-                self._channel.send(Trained(call=call, report=report, spans=self._core.take_spans()))
+                self._line.say(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                self._channel.send(LogprobsAre(call=call, logprobs_N=self._core.logprobs(batch)))
+                self._line.say(LogprobsAre(call=call, logprobs_N=self._core.logprobs(batch)))
             case Publish():
                 self._publish(message)
             case Save(call=call, directory=directory):
                 start_s = self._clock.now()
                 self._core.save(Path(directory))
                 seconds = self._clock.now() - start_s
-                self._channel.send(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
+                self._line.say(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
 
     def _publish(self, message: Publish) -> None:
         start_s = self._clock.now()
-        self._publisher.copy(message.slot)
+        self._weights.copy(message.slot)
         end_s = self._clock.now()
         span = Span(lane="learner", name="snapshot", start_s=start_s, end_s=end_s, step=message.version)
-        self._channel.send(SnapshotTaken(call=message.call, seconds=end_s - start_s, spans=(span,)))
-        self._announcer.submit(self._answer, message.call, lambda: self._announce(message))
+        self._line.say(SnapshotTaken(call=message.call, seconds=end_s - start_s, spans=(span,)))
+        if self._weights.publisher is not None:
+            announce = partial(self._announce, message, self._weights.publisher)
+            self._announcer.submit(self._answer, message.call, announce)
 
-    def _announce(self, message: Publish) -> None:
+    def _announce(self, message: Publish, publisher: ShmPublisher) -> None:
         try:
-            update = self._publisher.announce(message.version, message.slot)
+            update = publisher.announce(message.version, message.slot)
         except HeadraceError:
             raise
         except Exception as error:  # the edge of a thread: whoever waits for it must hear of it
             traceback.print_exc()
             words = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
             raise WeightsError(words, remedy="the traceback is in logs/learner.log of the run directory") from error
-        self._channel.send(Published(call=message.call, update=update))
+        self._line.say(Published(call=message.call, update=update))
 
     def _answer(self, call: int, work: Callable[[], Any]) -> None:
-        """Do it; where it fails, whoever asked hears of it and the learner goes on."""
+        """Do it; where it fails, whoever asked hears of it and the learner goes on, unless a rank cannot."""
         try:
             work()
+        except ComponentDied:
+            raise
         except HeadraceError as error:
             kind, problem, remedy = type(error).__name__, error.problem, error.remedy
-            self._channel.send(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
+            self._line.say(Failure(call=call, kind=kind, problem=problem, remedy=remedy))

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from headrace.config import Section
 from headrace.errors import ConfigError
+from headrace.models.config import ModelConfig
 
 Ways = Annotated[int, Field(ge=1)]
 
@@ -76,6 +77,15 @@ class ParallelConfig(Section):
             f"tensor={self.tensor} = {self.world} ranks, but {launched} were started",
             remedy=remedy,
         )
+
+    def refuse_settings(self, model: ModelConfig) -> None:
+        """Raise :class:`~headrace.errors.ConfigError` for what only a learner in one process can do."""
+        for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
+            if chosen and self.world > 1:
+                raise ConfigError(
+                    f"learner.parallel asks for {self.world} ranks, and model.{setting} is for one process",
+                    remedy=f"leave model.{setting} out, or learner.parallel",
+                )
 
     def refuse_model(self, path: str, model: Any) -> None:
         """Raise :class:`~headrace.errors.ConfigError` for a ``model`` configuration that cannot be cut like this."""

@@ -22,13 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError
+from headrace.errors import CheckpointError, ModelError
+from headrace.learner import snapshot
 from headrace.learner.disk import SLACK_BYTES, flush, free_bytes
-from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.load import load_sharded
+from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.parallel.shards import whole
+from headrace.learner.parallel.shards import local, whole
 from headrace.learner.snapshot import TOKENIZER_FILES
-from headrace.models.weights import weight_tensors
+from headrace.models.config import ModelConfig
+from headrace.models.weights import is_adapted, weight_tensors
 
 _STEP, _UPDATES = "step", "updates"
 _RANDOM_STATE = "random_state.cpu"
@@ -37,7 +40,7 @@ _RANDOM_STATE = "random_state.cpu"
 class Snapshot:
     """Writes and reads the snapshots of one model and its optimizer."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: ShardOptimizer, ranks: Ranks) -> None:
+    def __init__(self, model: PreTrainedModel, optimizer: ShardOptimizer, ranks: AnyRanks) -> None:
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
@@ -47,6 +50,9 @@ class Snapshot:
 
         Raises :class:`~headrace.errors.CheckpointError` on every rank if one of them cannot; the directory is removed.
         """
+        if self._optimizer.plain and self._optimizer.adamw is not None and not isinstance(self._ranks, Ranks):
+            snapshot.save(directory, self._model, self._optimizer.adamw, step, model_dir)
+            return
         names: list[str] = []
         problem = ""
         weights, moments = self._weights(), self._moments()
@@ -65,15 +71,48 @@ class Snapshot:
         said = self._ranks.gather(msgspec.json.encode((names, problem)))
         self._finish(directory, [msgspec.json.decode(one, type=tuple[list[str], str]) for one in said])
 
+    def restore_weights(self, directory: Path) -> None:
+        """Copy the weights that were saved into the model, in place.
+
+        Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
+        """
+        if isinstance(self._ranks, Ranks):
+            self._restore_parts(directory, self._ranks)
+        else:
+            snapshot.restore_weights(directory, self._model)
+        for one in self._optimizer.trained:
+            one.reread()
+
+    @torch.no_grad()
+    def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
+        dtype: Any = str(self._model.dtype).removeprefix("torch.")
+        held = weight_tensors(self._model)
+        try:
+            saved = weight_tensors(load_sharded(ModelConfig(path=str(directory), dtype=dtype), ranks))
+        except ModelError as error:
+            raise CheckpointError(
+                f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
+            ) from error
+        if {name: tensor.shape for name, tensor in held.items()} != {name: t.shape for name, t in saved.items()}:
+            raise CheckpointError(
+                f"the weights in {directory} are of another model than {type(self._model).__name__} as configured",
+                remedy="resume with the model.path that the run was started with",
+            )
+        for name, tensor in held.items():
+            local(tensor.detach()).copy_(local(saved[name].detach()))
+
     def restore_optimizer(self, directory: Path) -> int:
         """Moments, float32 copies and random state as they were saved, cut for these ranks; the step.
 
         Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged or of another model.
         """
+        if is_adapted(self._model):
+            assert self._optimizer.adamw is not None  # refused at load
+            return snapshot.restore_optimizer(directory, self._model, self._optimizer.adamw)
         files = sorted(directory.glob("optimizer*.safetensors"))
         try:
-            if not files:
-                raise OSError("there is no optimizer*.safetensors")
+            if not files or len(files) != _written(files[0]):
+                raise OSError(f"of optimizer*.safetensors there are {len(files)} files, and not all")
             steps = [self._restore_from(path) for path in files]
             return steps[0]
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -86,8 +125,10 @@ class Snapshot:
         trained = {one.name: one for one in self._optimizer.trained}
         with safe_open(path, framework="pt") as file:
             step = int(file.metadata()[_STEP])
-            updates = int(file.metadata().get(_UPDATES, step))
-            for label in file.keys():  # noqa: SIM118 (not a mapping)
+            labels = list(file.keys())
+            counted = [int(file.get_tensor(label)) for label in labels if label.endswith(f"|{_STEP}")]
+            updates = int(file.metadata().get(_UPDATES, max(counted, default=step)))
+            for label in labels:
                 name, _, key = label.partition("|")
                 if label == _RANDOM_STATE:
                     torch.set_rng_state(file.get_tensor(label))
@@ -96,6 +137,8 @@ class Snapshot:
         return step
 
     def _file(self, kind: str) -> str:
+        if self._ranks.config.world == 1:
+            return f"{kind}.safetensors"
         return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._ranks.config.world:05d}.safetensors"
 
     def _weights(self) -> dict[str, Tensor]:
@@ -135,17 +178,9 @@ class Snapshot:
         """The index and the flush, or the removal; every rank waits for it."""
         problems = [problem for _, problem in said if problem]
         if self._ranks.leads and not problems:
-            world = len(said)
-            index = {
-                "metadata": {"total_size": sum(path.stat().st_size for path in directory.glob("model-*.safetensors"))},
-                "weight_map": {
-                    name: f"model-{rank + 1:05d}-of-{world:05d}.safetensors"
-                    for rank, (names, _) in enumerate(said)
-                    for name in names
-                },
-            }
             try:
-                (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+                if len(said) > 1:
+                    _write_index(directory, [names for names, _ in said])
                 flush(directory)
             except OSError as error:
                 problems.append(str(error))
@@ -157,6 +192,28 @@ class Snapshot:
                 remedy=f"free space at {directory.parent} (df -h), keep fewer snapshots, or choose another run "
                 "directory; the last whole snapshot is untouched",
             )
+
+
+def _write_index(directory: Path, said: list[list[str]]) -> None:
+    """Which file of which rank holds which weight."""
+    sizes = [path.stat().st_size for path in directory.glob("model-*.safetensors")]
+    files = {
+        name: f"model-{rank + 1:05d}-of-{len(said):05d}.safetensors"
+        for rank, names in enumerate(said)
+        for name in names
+    }
+    index = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": files}, indent=1)
+    (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+def _written(path: Path) -> int:
+    """How many files the ranks wrote of which ``path`` is one.
+
+    >>> _written(Path("optimizer-00001-of-00004.safetensors")), _written(Path("optimizer.safetensors"))
+    (4, 1)
+    """
+    _, _, count = path.stem.rpartition("-of-")
+    return int(count) if count.isdigit() else 1
 
 
 def _in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

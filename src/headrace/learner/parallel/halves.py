@@ -46,10 +46,14 @@ class ShardedLogprobs:
         """As :meth:`TokenLogprobs.__call__`."""
         hidden_PD = self._hidden(inputs)[before_P]
         rows_P = torch.arange(len(before_P), device=hidden_PD.device)
-        found = self._inside_head(lambda given_PD: self._logprobs({"hidden": given_PD}, rows_P, *rest), hidden_PD)
+        found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
         if not torch.is_grad_enabled():
             reshard(self._model)
         return found
+
+    def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        found = self._logprobs({"hidden": hidden_PD}, *rest)
+        return tuple(column_P.clone() for column_P in found)  # a view would lose torch's hooks if it were changed
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         taken: list[Tensor] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from importlib.util import find_spec
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -13,9 +12,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headrace.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.halves import reshard
-from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.models import attention, check, load
 from headrace.models.config import ModelConfig
+
+
+def load_for(config: ModelConfig, ranks: AnyRanks) -> PreTrainedModel:
+    """The model of a learner: whole in one process, else cut over ``ranks``."""
+    if not isinstance(ranks, Ranks):
+        return load.load_model(config, str(ranks.device))
+    ranks.config.refuse_settings(config)
+    return load_sharded(config, ranks)
 
 
 def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
@@ -58,8 +65,7 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    with torch.no_grad():  # inference mode would leave gathered parameters that cannot be trained
-        unwrap(check.check_packing)(model, config.path)
+    check.check_packing(model, config.path)
     reshard(model)
     return model
 

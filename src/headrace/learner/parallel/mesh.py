@@ -10,7 +10,7 @@ Numbers and bytes of the host travel over Gloo; tensors of the device over the d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -19,11 +19,50 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from headrace.environ import RankPlace
-from headrace.errors import ComponentDied
+from headrace.errors import ComponentDied, HeadraceError
 from headrace.learner.parallel.config import ParallelConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SAMPLES, CONTEXT, TENSOR = "samples", "context", "tensor"
+LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "gloo/transport")
+"""What the messages of torch's libraries say where another rank has gone away."""
+
+
+class RankLost(ComponentDied):
+    """This rank cannot go on because another one went away: a consequence, and not the cause."""
+
+
+class Alone:
+    """The only rank of a learner in one process. It has nobody to wait for: no method costs anything."""
+
+    leads = True
+    rank = share = part = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.config = ParallelConfig()
+        self.device = device
+
+    def most(self, number: int) -> int:
+        """See :meth:`Ranks.most`; likewise the others."""
+        return number
+
+    def sum(self, number: float) -> float:
+        return number
+
+    def join_shares(self, column_N: Tensor) -> Tensor:
+        return column_N
+
+    def gather(self, words: bytes) -> list[bytes]:
+        return [words]
+
+    def gather_shares(self, words: bytes) -> list[bytes]:
+        return [words]
+
+    def wait(self) -> None:
+        return
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Ranks:
@@ -87,17 +126,41 @@ class Ranks:
         """Until every rank is here."""
         self.most(0)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what the ranks compute together. Where this rank fails by itself it cannot go on: the others wait for
+        its part. Raises :class:`~headrace.errors.ComponentDied`, with its rank."""
+        try:
+            with named_loss(self.rank):
+                yield
+        except ComponentDied:
+            raise
+        except Exception as error:  # whatever it is, it must end this process
+            said, remedy = f"{type(error).__name__}: {error}", "the traceback is in its log"
+            if isinstance(error, HeadraceError):
+                said, remedy = error.problem, error.remedy
+            raise ComponentDied(
+                f"rank {self.rank} of the learner failed while the others computed: {said}", remedy=remedy
+            ) from error
+
+
+AnyRanks = Ranks | Alone
+"""What a learner is told of the processes it is spread over."""
+
 
 @contextmanager
 def joined(
     config: ParallelConfig, place: RankPlace, device: torch.device, rendezvous: str = "env://"
-) -> Iterator[Ranks]:
-    """Meet the other ranks at ``rendezvous``; let go of them at the end.
+) -> Iterator[AnyRanks]:
+    """Meet the other ranks at ``rendezvous``, if there are any; let go of them at the end.
 
     ``rendezvous`` is torch's ``init_method``: ``env://`` under torchrun or Ray, ``file://`` on one machine. Raises
     :class:`~headrace.errors.ConfigError` if there are more or fewer ranks than the configuration asks for.
     """
     config.refuse_world(place.world)
+    if config.world == 1:
+        yield Alone(device)
+        return
     dist.init_process_group(
         BACKENDS[device.type],
         init_method=rendezvous,
@@ -113,13 +176,13 @@ def joined(
 
 @contextmanager
 def named_loss(rank: int) -> Iterator[None]:
-    """Say in words that another rank went away."""
+    """Say in words that another rank went away: :class:`RankLost`."""
     try:
         yield
     except RuntimeError as error:  # torch raises nothing narrower for every backend
-        if not isinstance(error, dist.DistError) and "onnection closed by peer" not in str(error):
+        if not isinstance(error, dist.DistError) and not any(words in str(error) for words in LOST):
             raise
-        raise ComponentDied(
+        raise RankLost(
             f"rank {rank} of the learner lost another rank: {error}",
             remedy="look at the end of the other ranks' logs; the run resumes from its last snapshot",
         ) from error

@@ -5,7 +5,8 @@
          ▼                                                 │ AdamW: number by number; Muon: whole matrices
       p.grad ───────────── collect(): added up ──────▶ home.grad ── clip
 
-Where weights are float32 and stay on the device, a home *is* the weight's memory. AdamW needs nothing of the other
+Where weights are float32 and stay on the device, a home *is* the weight's memory; in one process, the weight itself,
+and nothing has to be collected. AdamW needs nothing of the other
 ranks. Muon (Jordan 2024) makes a matrix's update orthogonal, for which that is gathered.
 """
 
@@ -20,11 +21,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from headrace.errors import ConfigError
 from headrace.learner.config import LearnerConfig
-from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig
+from headrace.learner.optim import build_optimizer
+from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.halves import reshard
-from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
+from headrace.models.weights import is_adapted
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -47,7 +51,7 @@ class Trained:
 
     def collect(self) -> None:
         """Move the weight's gradient to its home, added to what is there."""
-        if self.weight.grad is None:
+        if self.weight.grad is None or self.home is self.weight:
             return
         part = local(placed(self.weight.grad, self.weight)).to(device=self.home.device, dtype=self.home.dtype)
         if self.home.grad is None:
@@ -61,38 +65,43 @@ class Trained:
         if self.apart:
             local(self.weight.detach()).copy_(self.home.detach())
 
+    def reread(self) -> None:
+        """The weight was changed by someone else."""
+        if self.apart:
+            self.home.detach().copy_(local(self.weight.detach()))
+
 
 class ShardOptimizer:
-    """AdamW, or Muon for matrices and AdamW for the rest, over every rank's own part. All ranks must call :meth:`norm`,
-    :meth:`step` and :meth:`state` together."""
+    """AdamW, or Muon for matrices and AdamW for the rest, over every rank's own part. All ranks must call
+    :meth:`clip_norm`, :meth:`step` and :meth:`state` together."""
 
-    def __init__(
-        self, model: PreTrainedModel, config: LearnerConfig, optimizer: OptimizerConfig, memory: MemoryConfig
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
         self._model = model
-        matrices = _matrices(model) if optimizer.kind == "muon" else frozenset()
+        self._ranks = ranks
+        if config.optimizer.kind == "muon" and is_adapted(model):
+            raise ConfigError(
+                "learner.optimizer.kind='muon' is made for whole matrices, and an adapter trains factors of them",
+                remedy="set learner.optimizer.kind = 'adamw', or leave [model.lora] out",
+            )
+        matrices = _matrices(model) if config.optimizer.kind == "muon" else frozenset()
         self.trained = [
-            _trained(name, weight, memory, name in matrices)
+            _trained(name, weight, config.memory, muon=name in matrices, alone=isinstance(ranks, Alone))
             for name, weight in model.named_parameters(remove_duplicate=True)
             if weight.requires_grad
         ]
         plain = [one.home for one in self.trained if not one.muon and one.home.numel()]
-        groups = [
-            {"params": [home for home in plain if home.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [home for home in plain if home.ndim < 2], "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
         self.updates = 0
         """How many times the weights have changed."""
-        self._adamw: torch.optim.AdamW | None = None
+        self.adamw = build_optimizer(plain, config) if plain else None
+        """``None`` where this rank has nothing for it."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
-        if groups:
-            fused = all(home.device.type in {"cpu", "cuda"} for home in plain)
-            self._adamw = torch.optim.AdamW(
-                groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None
-            )
-        self._momentum = optimizer.momentum
+        self._momentum = config.optimizer.momentum
         self._weight_decay = config.weight_decay
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is nothing but torch's AdamW over the weights themselves."""
+        return all(one.home is one.weight and not one.muon for one in self.trained)
 
     @property
     def empty(self) -> bool:
@@ -104,29 +113,37 @@ class ShardOptimizer:
         for one in self.trained:
             one.collect()
 
-    def norm(self, ranks: Ranks | None) -> float:
+    def clip_norm(self, max_norm: float) -> float:
+        """Scale the gradients down to a global norm of ``max_norm``; the norm that they had."""
+        if isinstance(self._ranks, Alone):
+            return float(torch.nn.utils.clip_grad_norm_([one.home for one in self.trained], max_norm))
+        norm = self.norm()
+        if norm > max_norm:
+            self.scale(max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        return norm
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients."""
+        parts = [one.home.grad for one in self.trained if one.home.grad is not None]
+        torch._foreach_mul_(parts, factor)
+
+    def norm(self) -> float:
         """Global 2-norm of the gradients; the same on every rank."""
         by_copies: dict[int, list[Tensor]] = {}
         for one in self.trained:
             if one.home.grad is not None:
                 by_copies.setdefault(copies(one.weight), []).append(one.home.grad)
         squares = [float(torch.nn.utils.get_total_norm(parts)) ** 2 / count for count, parts in by_copies.items()]
-        return math.sqrt(sum(squares) if ranks is None else ranks.sum(sum(squares)))
-
-    def clip(self, norm: float, max_norm: float) -> None:
-        """Scale gradients of global ``norm`` down to ``max_norm``."""
-        if norm > max_norm:
-            parts = [one.home.grad for one in self.trained if one.home.grad is not None]
-            torch._foreach_mul_(parts, max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        return math.sqrt(self._ranks.sum(sum(squares)))
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the weights at rate ``lr`` and forget the gradients."""
         reshard(self._model)
-        if self._adamw is not None:
-            for group in self._adamw.param_groups:
+        if self.adamw is not None:
+            for group in self.adamw.param_groups:
                 group["lr"] = lr
-            self._adamw.step()
+            self.adamw.step()
         for one in self.trained:
             if one.muon and one.home.grad is not None:
                 self._orthogonal_step(one, one.home.grad, lr)
@@ -146,7 +163,8 @@ class ShardOptimizer:
         if not self.updates:
             return {}
         held = self._held(one)  # empty where this rank's part is
-        state = {key: held.get(key, one.home.detach()) for key in (MUON if one.muon else ADAMW)}
+        nothing = torch.zeros_like(one.home)
+        state = {key: held.get(key, nothing) for key in (MUON if one.muon else ADAMW)}
         if one.apart and one.home.dtype != one.weight.dtype:
             state[MASTER] = one.home.detach()
         device = local(one.weight).device
@@ -154,7 +172,11 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def set_state(self, one: Trained, state: Mapping[str, Tensor], updates: int) -> None:
-        """Go on after ``updates`` updates with some of what :meth:`state` held, whole."""
+        """Go on after ``updates`` updates with some of what :meth:`state` held, whole. Raises ``ValueError`` for what
+        another optimizer held."""
+        known = MUON if one.muon else ADAMW
+        if strange := sorted(state.keys() - {*known, MASTER}):
+            raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
         self.updates = updates
         parts = {key: part_of(tensor, one.weight).to(one.home.device) for key, tensor in state.items()}
         if MASTER in parts and one.apart:
@@ -162,7 +184,7 @@ class ShardOptimizer:
         if not one.home.numel() or not updates:
             return
         for key, part in parts.items():
-            if key in (MUON if one.muon else ADAMW):
+            if key in known:
                 self._held(one)[key] = part.to(one.home.dtype)
         if not one.muon:
             self._held(one)["step"] = torch.tensor(float(updates), device=one.home.device)
@@ -170,8 +192,8 @@ class ShardOptimizer:
     def _held(self, one: Trained) -> dict[str, Tensor]:
         if one.muon:
             return self._momenta.setdefault(one.name, {})
-        assert self._adamw is not None
-        held: dict[str, Tensor] = self._adamw.state[one.home]
+        assert self.adamw is not None
+        held: dict[str, Tensor] = self.adamw.state[one.home]
         return held
 
     def _orthogonal_step(self, one: Trained, gradient: Tensor, lr: float) -> None:
@@ -192,12 +214,12 @@ class ShardOptimizer:
         one.home.mul_(1 - lr * self._weight_decay).add_(part_of(update.detach(), one.weight).to(one.home.device))
 
 
-def _trained(name: str, weight: Parameter, memory: MemoryConfig, muon: bool) -> Trained:
+def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> Trained:
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
-    home = Parameter(kept)
+    home = weight if kept is part and alone else Parameter(kept)
     return Trained(name=name, weight=weight, home=home, apart=kept is not part, muon=muon)
 
 

@@ -1,65 +1,103 @@
-"""A micro-batch as one rank sees it.
+"""A micro-batch as one rank computes it: all of it, or some of its tokens, or none.
 
-Shape legend: M tokens of the micro-batch, L tokens of it that this rank computes, P tokens that carry loss and whose
-logits are computed here.
+Shape legend: M tokens of the micro-batch, R rows that are computed here (there may be padding), P tokens that carry
+loss and whose logits are computed here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from headrace.learner.packing import Index
+from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.context import ContextPlan, Pieces, gather_shared
-from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.models.attention import PLAN, PackedPlan, Plan
+from headrace.types.tokens import IntColumn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """How columns come together of which other ranks computed parts."""
+
+    group: dist.ProcessGroup
+    places: list[Index]
+    """For each rank, where in the micro-batch the loss tokens lie whose logits it computes."""
+
+    def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
+        most = max(len(places) for places in self.places)
+        padding = column_P.new_zeros(most - len(column_P))
+        joined = gather_shared(torch.cat([column_P, padding]), self.group)
+        kept = np.concatenate([part * most + np.arange(len(places)) for part, places in enumerate(self.places)])
+        return np.concatenate(self.places), joined.index_select(0, torch.from_numpy(kept).to(joined.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """Its tokens on this rank, and how what is computed of them comes together again."""
+    """What one rank computes of a micro-batch, and how it becomes columns of that."""
 
-    def __init__(self, lengths_K: Index, loss_P: Index, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._num_tokens = int(lengths_K.sum())
-        num_parts = ranks.config.context
-        pieces = Pieces(self._num_tokens, num_parts)
-        self._mine = pieces.of(ranks.part)
-        self._plan: Plan
-        if num_parts == 1:
-            self._plan = PackedPlan(lengths_K, ranks.device)
-        else:
-            self._plan = ContextPlan(lengths_K, pieces, ranks.context_group, ranks.device)
-        owned = [np.isin(loss_P - 1, pieces.of(part)) for part in range(num_parts)]
-        self._places = [loss_P[of_part] for of_part in owned]
-        """The loss tokens whose logits each part computes: a token comes from the logits of the one before it."""
-        self._most = max(len(places) for places in self._places)
+    micro: MicroBatch
+    plan: Plan
+    rows_R: Index
+    """Place in the micro-batch of the token of each row; none where a rank computes because others do."""
+    before_P: Index
+    """Among the rows: where the logits of the loss tokens come from. A token came from the logits of the one before."""
+    places_P: Index
+    """Where in the micro-batch those tokens lie; ascending."""
+    parts: _Parts | None
+    """``None`` where all of it is computed here."""
 
     @property
-    def places_P(self) -> Index:
-        """Where, in the micro-batch, the loss tokens lie whose logits are computed here; ascending."""
-        return self._places[self._ranks.part]
+    def rows_in_batch(self) -> Index:
+        """Where the token of each row lies in the batch's columns."""
+        return self.micro.places_M[self.rows_R]
 
-    def inputs(self, ids_M: Index) -> dict[str, Any]:
-        """What the model is called with."""
-        mine = np.zeros(len(self._plan.positions_N), np.int64)
-        mine[: len(self._mine)] = self._mine
-        ids_L = torch.from_numpy(ids_M[mine].astype(np.int64)).to(self._ranks.device)
-        return {"input_ids": ids_L[None], "position_ids": self._plan.positions_N[None], PLAN: self._plan}
-
-    def before_P(self) -> Tensor:
-        """Where, among this rank's tokens, their logits come from."""
-        return torch.from_numpy(np.searchsorted(self._mine, self.places_P - 1)).to(self._ranks.device)
+    def inputs(self, ids_N: IntColumn) -> dict[str, Any]:
+        """What the model is called with; ``ids_N``: of the whole batch."""
+        positions_R = self.plan.positions_N
+        ids_R = np.zeros(len(positions_R), np.int64)
+        ids_R[: len(self.rows_R)] = ids_N[self.rows_in_batch]
+        ids = torch.from_numpy(ids_R).to(positions_R.device)
+        return {"input_ids": ids[None], "position_ids": positions_R[None], PLAN: self.plan}
 
     def join(self, column_P: Tensor) -> Tensor:
-        """What was computed of those tokens, on every rank, as a column of the micro-batch (M,); 0 elsewhere."""
-        joined_P = column_P
-        kept = [np.arange(len(self.places_P))]
-        if len(self._places) > 1:
-            padding = column_P.new_zeros(self._most - len(column_P))
-            joined_P = gather_shared(torch.cat([column_P, padding]), self._ranks.context_group)
-            kept = [part * self._most + np.arange(len(places)) for part, places in enumerate(self._places)]
-        taken, put = (torch.from_numpy(np.concatenate(index)).to(column_P.device) for index in (kept, self._places))
-        return column_P.new_zeros(self._num_tokens).index_copy(0, put, joined_P.index_select(0, taken))
+        """What was computed of the loss tokens as a column of the micro-batch (M,), on every rank; 0 elsewhere."""
+        places, column = (self.places_P, column_P) if self.parts is None else self.parts.join(column_P)
+        at = torch.from_numpy(places).to(column.device)
+        return column.new_zeros(len(self.micro.places_M)).index_copy(0, at, column)
+
+
+def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> View:
+    """``loss_P``: where in ``micro`` all of its loss tokens lie. An empty micro-batch is computed as one token that
+    nothing is asked of: ranks gather their parameters together. ``packed``: how a micro-batch attends of
+    which all is computed here."""
+    idle = not len(micro.places_M)
+    lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
+    if not isinstance(ranks, Alone) and ranks.config.context > 1:
+        pieces = Pieces(int(lengths_K.sum()), ranks.config.context)
+        mine = pieces.of(ranks.part)
+        places = [loss_P[np.isin(loss_P - 1, pieces.of(part))] for part in range(ranks.config.context)]
+        padded = np.concatenate([mine, np.zeros(pieces.per_rank - len(mine), np.int64)])
+        return View(
+            micro=micro,
+            plan=ContextPlan(lengths_K, pieces, ranks.context_group, ranks.device),
+            rows_R=padded[:0] if idle else padded,
+            before_P=np.searchsorted(mine, places[ranks.part] - 1),
+            places_P=places[ranks.part],
+            parts=_Parts(group=ranks.context_group, places=places),
+        )
+    rows_M = None if idle else micro.rows_M
+    rows_R = np.arange(len(micro.places_M)) if rows_M is None else np.unique(rows_M, return_index=True)[1]
+    return View(
+        micro=micro,
+        plan=packed(lengths_K, ranks.device, rows_M),
+        rows_R=rows_R,
+        before_P=loss_P - 1 if rows_M is None else rows_M[loss_P - 1],
+        places_P=loss_P,
+        parts=None,
+    )

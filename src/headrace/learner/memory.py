@@ -1,0 +1,123 @@
+"""When memory runs out: what would free how much of it, in words.
+
+Estimates, made from the model's configuration: good for choosing a setting, not for filling a device to the brim.
+"""
+
+# gate: getattr - the settings of a foreign config differ from model to model
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from headrace.errors import RunError
+from headrace.learner.config import LearnerConfig
+
+MOMENTS_BYTES = 8
+"""AdamW's two moments of one parameter, in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What a learner keeps in its device's memory, and its settings."""
+
+    config: LearnerConfig
+    layer_bytes: int
+    """What the backward pass needs of one token in one layer."""
+    input_bytes: int
+    """The input of one layer for one token."""
+    num_layers: int
+    trained: int
+    """Parameters that are trained, over all ranks."""
+    itemsize: int
+    """Bytes of one of them."""
+    on_host: bool
+    """Whether the device is the host itself: moving things there frees nothing."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: LearnerConfig) -> MemoryPlan:
+        """Of a model as it was loaded.
+
+        Per layer and token about ten vectors of the hidden size (residuals, norms, queries, keys, values, attention's
+        output) and three of the feed-forward's size (gate, up, their product); see Korthikanti et al. 2022, eq. 1.
+        """
+        read = model.config
+        hidden, itemsize = int(read.hidden_size), model.dtype.itemsize
+        inner = int(getattr(read, "intermediate_size", None) or 4 * hidden)
+        experts = getattr(read, "num_experts_per_tok", None)
+        if experts:
+            inner = int(getattr(read, "moe_intermediate_size", None) or inner) * int(experts)
+        return cls(
+            config=config,
+            layer_bytes=(10 * hidden + 3 * inner) * itemsize,
+            input_bytes=hidden * itemsize,
+            num_layers=int(read.num_hidden_layers),
+            trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            itemsize=itemsize,
+            on_host=model.device.type == "cpu",
+        )
+
+    def levers(self) -> list[str]:
+        """Settings that need less, each with about what it frees on one rank."""
+        config, memory, ways = self.config, self.config.memory, self.config.parallel
+        tokens = config.tokens_per_microbatch / ways.context
+        kept = self.input_bytes if memory.recompute else self.layer_bytes
+        activations = 0 if memory.offload_activations else tokens * self.num_layers * kept / ways.tensor
+        parts = ways.data * ways.context * ways.tensor
+        masters = 4 * (memory.masters and self.itemsize < 4)
+        moments = self.trained * (MOMENTS_BYTES + masters) / parts
+        gradients = self.trained * (self.itemsize + 4 * bool(masters)) / parts
+        half = max(1, config.tokens_per_microbatch // 2)
+        inputs = tokens * self.num_layers * self.input_bytes / ways.tensor
+        saved = {
+            f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2,
+            "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs,
+            "learner.memory.offload_activations = true": 0 if self.on_host else activations,
+            "learner.memory.offload_optimizer = true": 0 if self.on_host or memory.offload_optimizer else moments,
+            f"learner.parallel.data = {2 * ways.data} (on as many devices)": (
+                self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)
+            )
+            / 2,
+        }
+        return [f"{setting}: about {in_words(freed)}" for setting, freed in saved.items() if freed > 0]
+
+
+@contextmanager
+def told_when_full(plan: MemoryPlan, step: int) -> Iterator[None]:
+    """Say what to do when there is not enough memory.
+
+    Raises :class:`~headrace.errors.RunError`; whoever computes inside must have dropped what it made by then.
+    """
+    said = ""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        said = str(error) or "no memory is left"
+    except RuntimeError as error:  # torch has no narrower type for the host's memory
+        if "can't allocate memory" not in str(error):
+            raise
+        said = str(error)
+    if said:  # outside of the handlers: what has failed holds on to memory
+        if not plan.on_host:
+            torch.cuda.empty_cache()
+        raise RunError(
+            f"step {step} does not fit in memory: {said.splitlines()[0]}; there is no gradient, weights and optimizer "
+            "are unchanged, and the batch can be given again",
+            remedy="one of these frees memory on each rank: " + "; ".join(plan.levers()),
+        )
+
+
+def in_words(num_bytes: float) -> str:
+    """
+    >>> in_words(3 * 2**30), in_words(1500)
+    ('3.0 GiB', '1.5 KiB')
+    """
+    for unit in ("KiB", "MiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} GiB"

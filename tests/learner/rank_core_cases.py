@@ -1,0 +1,147 @@
+"""What a whole learner over two ranks does beyond loss and gradient of a plain batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.algo.base import LossInputs, TokenLoss
+from headrace.algo.objective import Objective
+from headrace.algo.reductions import TokenMean
+from headrace.clock import RealClock
+from headrace.errors import ComponentDied
+from headrace.models.weights import weight_tensors
+from headrace.types.batch import Batch
+from tests.learner.builders import random_batch
+from tests.learner.rank_cases import Found, _apart, _expected, _learner, gradients
+from tests.learner.test_parts import part
+from tests.learner.test_prefixes import alike
+from tests.learner.test_replay import routed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Special:
+    """A batch and settings that a learner must know how to spread."""
+
+    kind: str = "dense"
+    batch: Callable[[], Batch] = lambda: random_batch(num_samples=7)
+    algo: dict[str, Any] = field(default_factory=lambda: {"bundle": "grpo"})
+    config: dict[str, Any] = field(default_factory=dict)
+    layouts: tuple[dict[str, int], ...] = ({"data": 2},)
+
+
+SPECIAL = {
+    "replay": Special(
+        kind="experts",
+        batch=lambda: routed(random_batch(num_samples=7)),
+        layouts=({"data": 2, "expert": 2}, {"tensor": 2, "expert": 2}, {"context": 2}),
+    ),
+    "shared": Special(batch=alike, config={"share_prefixes": True, "tokens_per_microbatch": 60}),
+    "selecting": Special(algo={"loss": "m2po", "old": "engine"}, layouts=({"data": 2}, {"context": 2})),
+}
+
+
+def _special(directory: Path, name: str) -> Found:
+    special = SPECIAL[name]
+    expected = _expected(directory, name)
+    found: list[Found] = []
+    for layout in special.layouts:
+        learner = _learner(directory, layout, kind=special.kind, algo=special.algo, config=special.config)
+        metrics = learner.forward_backward(special.batch())
+        worst = max(_apart(gradient, expected[key]) for key, gradient in gradients(learner).items())
+        found.append({"layout": layout, "metrics": metrics, "worst": worst})
+    return {"found": found}
+
+
+def replay(directory: Path) -> Found:
+    """Experts that the engine chose."""
+    return _special(directory, "replay")
+
+
+def shared(directory: Path) -> Found:
+    """Prompts that are computed once."""
+    return _special(directory, "shared")
+
+
+def selecting(directory: Path) -> Found:
+    """An objective that chooses its tokens from the whole batch."""
+    return _special(directory, "selecting")
+
+
+def parts(directory: Path) -> Found:
+    """The batch in parts, the last of which has less samples than there are ranks."""
+    learner = _learner(directory, {"data": 2})
+    batch = random_batch(num_samples=7)
+    learner.core.add(part(batch, [0, 1]))
+    learner.core.add(part(batch, [2]))
+    metrics = learner.core.finish().metrics
+    expected = _expected(directory, "dense")
+    worst = max(_apart(gradient, expected[name]) for name, gradient in gradients(learner).items())
+    return {"metrics": metrics, "worst": worst}
+
+
+def scores(directory: Path) -> Found:
+    """log π of every token, on every rank."""
+    batch = random_batch(num_samples=7)
+    layouts: tuple[dict[str, int], ...] = ({"data": 2}, {"tensor": 2}, {"context": 2})
+    return {"found": [_learner(directory, layout).core.logprobs(batch).tolist() for layout in layouts]}
+
+
+def from_one(directory: Path) -> Found:
+    """A snapshot of one process, read into a learner that holds other weights."""
+    learner = _learner(directory, {"data": 2})
+    learner.core.restore(directory / "saved_by_one")
+    step = learner.core.version
+    return {"step": step, "loss": [learner.train(random_batch(step=at, num_samples=7))["loss"] for at in (2, 3)]}
+
+
+def halves_of_weights(directory: Path) -> Found:
+    """The bytes of weights, and of moments after a step, that this rank holds of all."""
+    learner = _learner(directory, {"data": 2})
+    learner.train(random_batch(num_samples=7))
+    named = weight_tensors(learner.model).values()
+    held = sum(one.home.numel() for one in learner.optimizer.trained)
+    return {"held": held, "all": sum(tensor.numel() for tensor in named)}
+
+
+class Greedy:
+    """A loss that asks for more memory than there is, at its call number ``at``."""
+
+    reduction = "token_mean"
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+
+    def columns(self) -> frozenset[Any]:
+        return frozenset()
+
+    def penalty(self, inputs: LossInputs) -> None:
+        return None
+
+    def corrects(self) -> bool:
+        return False
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        self._left -= 1
+        if not self._left:
+            torch.empty(2**48)
+        return TokenLoss(tokens_N=-inputs.log_pi_N)
+
+
+def full(directory: Path) -> Found:
+    """The second rank has no memory left: the first hears of its end, and it says why itself. The last of all cases."""
+    learner = _learner(directory, {"data": 2})
+    learner.core._objective = Objective(Greedy(at=learner.ranks.rank), (), TokenMean())
+    start_s = RealClock().now()
+    try:
+        learner.core.train(random_batch(num_samples=7))
+    except ComponentDied as error:
+        if learner.ranks.leads:
+            return {"said": str(error), "kind": type(error).__name__, "seconds": RealClock().now() - start_s}
+        (directory / "last-words").write_text(str(error))
+        raise SystemExit(1) from None
+    return {}

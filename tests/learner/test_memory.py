@@ -1,0 +1,68 @@
+"""A batch that does not fit in memory is refused in words that help, and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.algo.objective import Objective
+from headrace.algo.reductions import TokenMean
+from headrace.errors import ConfigError, RunError
+from headrace.learner.config import LearnerConfig
+from headrace.learner.memory import MemoryPlan
+from headrace.models import ModelConfig, load_model
+from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
+from tests.learner.rank_core_cases import Greedy
+
+
+def test_memory_that_runs_out_costs_the_gradient_only_and_the_batch_can_be_given_again(model_dir) -> None:
+    setup = Setup(model_dir=model_dir, config={"tokens_per_microbatch": 20})
+    learner = replace(setup, objective=Objective(Greedy(at=2), (), TokenMean())).learner()
+    before = weights(learner)
+    with pytest.raises(RunError, match="step 0 does not fit in memory") as refused:
+        learner.forward_backward(random_batch())
+    assert "can't allocate memory" in refused.value.problem
+    assert "learner.tokens_per_microbatch = 10 (every sample must fit): about 36.2 KiB" in refused.value.remedy
+    assert "learner.memory.recompute = true: about " in refused.value.remedy
+    assert "learner.parallel.data = 2 (on as many devices): about " in refused.value.remedy
+    assert "offload" not in refused.value.remedy  # the device is the host
+    assert gradients(learner) == {}
+    assert_same_bits(weights(learner), before)
+    learner.train(random_batch())
+    assert learner.version == 1
+
+
+def test_levers_that_are_pulled_already_are_not_named(model_dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir)))
+    memory = {"recompute": True, "offload_optimizer": True}
+    plan = replace(MemoryPlan.of(model, LearnerConfig.model_validate({"memory": memory})), on_host=False)
+    assert [lever.partition(" ")[0] for lever in plan.levers()] == [
+        "learner.tokens_per_microbatch", "learner.memory.offload_activations", "learner.parallel.data",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [{"recompute": True}, {"offload_activations": True}])
+def test_saving_memory_changes_no_bit_in_one_process(model_dir, settings) -> None:
+    plain, saving = (Setup(model_dir=model_dir, config={"memory": memory}).learner() for memory in ({}, settings))
+    for learner in (plain, saving):
+        learner.train(random_batch())
+    assert_same_bits(weights(plain), weights(saving))
+
+
+def test_muon_in_one_process_is_saved_and_goes_on(model_dir, tmp_path) -> None:
+    setup = Setup(model_dir=model_dir, config={"optimizer": {"kind": "muon"}})
+    unbroken, resumed = setup.learner(), setup.learner()
+    unbroken.train(random_batch())
+    unbroken.save(tmp_path)
+    resumed.restore(tmp_path)
+    for learner in (unbroken, resumed):
+        learner.train(random_batch(step=1))
+    assert_same_bits(weights(unbroken), weights(resumed))
+
+
+def test_prefixes_are_not_shared_between_ranks_of_one_context() -> None:
+    from headrace.config import validate
+
+    with pytest.raises(ConfigError, match=r"share_prefixes=true with parallel.context=2"):
+        validate(LearnerConfig, {"share_prefixes": True, "parallel": {"context": 2}})
