@@ -12,6 +12,7 @@ from headrace.errors import ConfigError, nearest
 _BENCHMARKS = {
     "algo": "headrace.bench.algo",
     "engine": "headrace.bench.engine",
+    "learner": "headrace.bench.learner",
     "loop": "headrace.bench.loop",
 }
 """Name of the benchmark and the module whose ``measure`` runs it."""

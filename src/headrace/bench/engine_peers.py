@@ -1,4 +1,4 @@
-"""The processes of the engine's benchmark: the embedded engine and what it is compared with, each on its own."""
+"""The processes of the benchmarks that compare: what is ours and what it is compared with, each on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VLLM_CACHE_BYTES = 2**30
 """Of vLLM's key-value cache: enough for 64 sequences of 1,024 tokens of the larger model."""
 _DEADLINE_S = 1800.0
 _LOG_LINES = 15
-_WORKER = ("-m", "headrace.bench.engine_worker")
+ENGINE = "headrace.bench.engine_worker"
 _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
@@ -68,12 +68,12 @@ class Worker:
 
 
 @contextmanager
-def worker(side: str, model: Path, threads: int, *, vllm: str = "") -> Iterator[Worker]:
-    """A process that measures ``side``; ``vllm`` is the interpreter of that side."""
+def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[Worker]:
+    """A process that measures ``side`` of ``module``; ``vllm`` is the interpreter of that side."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment("", threads)
-    command = [sys.executable, *_WORKER, spec]
+    command = [sys.executable, "-m", module, spec]
     if side == "vllm":
         command = [vllm, "-P", str(_VLLM), spec]
         environment |= _vllm_environment(threads)
