@@ -97,6 +97,8 @@ def test_ctrl_c_ends_open_streams_with_what_they_have(server: Server) -> None:
         next(lines)
         server.process.send_signal(signal.SIGINT)
         *_, last, done = lines
+        assert server.process.stdout is not None
+        assert server.process.stdout.readline().startswith("ending     1 open requests have 0.2 s to finish")
     assert json.loads(last.removeprefix("data: "))["choices"][0]["stop_reason"] == "aborted"
     assert done == "data: [DONE]"
     assert server.process.wait(DEADLINE_S) == 0

@@ -168,3 +168,20 @@ def test_a_pinned_sequence_never_notices_a_commit(
     assert tokens.ids_T.tolist() == alone(plain(model_dir("qwen3")), asked)
     assert set(tokens.versions_T) == {0}
     assert engine._pins.num_bytes == 0
+
+
+def test_fork_of_an_answer_that_a_string_ended_goes_on_to_the_next_one(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine = make_engine(config, decode=lambda ids: "".join(chr(60 + token) for token in ids))
+    Weights(config, tmp_path / "buffer").send(engine, 0)
+    free = joined(run(engine, [request(0, PROMPT, max_new_tokens=30, seed=1)])[0]).ids_T.tolist()
+    string = "".join(chr(60 + token) for token in free[6:9])
+    parent = run(engine, [request(1, PROMPT, max_new_tokens=30, seed=1, stop=(string,))])[1]
+    at = len(joined(parent))
+    assert at <= 9
+    forked = request(2, [], max_new_tokens=30 - at, seed=1, stop=(string,))
+    child = run(engine, [msgspec.structs.replace(forked, fork=Fork(parent=1, at=at))])[2]
+    assert len(joined(child)) > 1
+    assert joined(child).ids_T.tolist() == free[at : at + len(joined(child))]

@@ -305,6 +305,39 @@ def test_a_commit_that_waits_for_sequences_reports_when_it_is_done() -> None:
     within(test)
 
 
+def test_a_commit_is_asked_for_once_at_a_time_and_the_first_is_answered() -> None:
+    async def test(engine: LocalEngine, _: CountingCore) -> None:
+        stream = engine.generate(np.array([1], np.int32), Sampling(max_new_tokens=300))
+        await anext(stream)
+        first = asyncio.ensure_future(engine.commit(1, Interrupt.DRAIN))
+        await asyncio.sleep(0)
+        with pytest.raises(WeightsError, match="commit of version 1, which has been asked for already"):
+            await engine.commit(1)
+        await _rest(stream)
+        assert (await first).version == 1
+
+    within(test)
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_who_waits_for_a_stage_hears_of_the_engines_end_and_of_the_deadline(closing: bool) -> None:
+    async def run() -> None:
+        core = CountingCore()
+        terms = LocalTerms(deadline_s=DEADLINE_S if closing else 0.05)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            engine = await LocalEngine(core, clock=RealClock(), terms=terms).__aenter__()
+            staged = asyncio.ensure_future(engine.stage(UPDATE))
+            await asyncio.to_thread(core.staging.wait, DEADLINE_S)
+            closed = asyncio.ensure_future(engine.__aexit__()) if closing else None
+            kind, words = (ComponentDied, "was closed") if closing else (DeadlineError, "stage version 1")
+            with pytest.raises(kind, match=words):
+                await staged
+            core.go_on_staging.set()
+            await (closed or engine.__aexit__())
+
+    asyncio.run(run())
+
+
 async def _rest(stream) -> list[TokenChunk]:
     return [chunk async for chunk in stream]
 

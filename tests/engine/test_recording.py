@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 from headrace.errors import RequestError
 from headrace.models import ModelConfig
@@ -14,7 +16,8 @@ from headrace.types.episode import StopReason
 from headrace.types.messages.engine import Score
 from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens
-from tests.engine.harness import Weights, joined, make_engine, ready_engine, request, run
+from headrace.types.weights import Interrupt
+from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 
 Dir = Callable[[str], Path]
 PROMPT = list(range(3, 23))
@@ -103,3 +106,68 @@ def test_an_answer_ends_with_the_token_that_completes_a_string(model_dir: Dir, t
 def test_stop_strings_without_a_tokenizer_are_refused(model_dir: Dir, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no tokenizer"):
         ready_engine(model_dir("qwen3"), tmp_path / "buffer").add(request(0, PROMPT, stop=("end",)))
+
+
+def _rerouted(weights: Weights) -> None:
+    """Other routers: every token goes to other experts."""
+    with torch.no_grad():
+        for name, parameter in weights.model.named_parameters():
+            if "gate" in name or "router" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_routing_is_that_of_the_version_that_sampled_the_token_also_where_the_context_is_computed_again(
+    steps: int, model_dir: Dir, tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3_moe")))
+    engine, weights = make_engine(config, flush_tokens=1000), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    asked = request(0, PROMPT, max_new_tokens=20, record_routing=True, temperature=0.0)
+    plainly = run(engine, [asked])[0]
+    engine.add(asked)
+    for _ in range(steps):
+        engine.step()
+    _rerouted(weights)
+    weights.stage(engine, 1)
+    engine.commit(1, Interrupt.INFLIGHT_RECOMPUTE)
+    chunks = run(engine)[0]
+    told = [chunk.prompt_routing for chunk in chunks if chunk.prompt_routing is not None]
+    assert len(told) == 1
+    np.testing.assert_array_equal(told[0].experts_RLK, plainly[0].prompt_routing.experts_RLK)
+    tokens, before = joined(chunks), joined(plainly)
+    num_old = int((tokens.versions_T == 0).sum())
+    assert num_old == steps
+    np.testing.assert_array_equal(
+        tokens.routing.experts_RLK[: steps - 1], before.routing.experts_RLK[: steps - 1]
+    )  # the newest was fed under version 1
+    assert not np.array_equal(tokens.routing.experts_RLK, before.routing.experts_RLK)
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline", "deadline while it stands still"])
+def test_the_last_chunk_comes_after_all_others_of_its_sequence(how: str, model_dir: Dir, tmp_path: Path) -> None:
+    config, clock = ModelConfig(path=str(model_dir("qwen3_moe"))), ManualClock()
+    engine = make_engine(config, flush_tokens=1000, clock=clock)
+    weights = Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    asked = request(0, PROMPT, max_new_tokens=30, record_routing=True)
+    expected = joined(run(engine, [asked])[0]).ids_T[:8].tolist()
+    engine.add(msgspec.structs.replace(asked, deadline_s=5.0))
+    for _ in range(8):
+        engine.step()
+    if how == "deadline while it stands still":
+        engine.pause(release=True)
+        assert not engine.has_work()
+    else:
+        weights.stage(engine, 1)
+        engine.commit(1, Interrupt.ABORT_RESUME)
+    if how == "abort":
+        chunks = engine.abort([0])
+    else:
+        clock.time_s = 9.0
+        assert engine.has_work()
+        chunks = engine.step()
+    tokens = joined(chunks)
+    assert chunks[-1].stop_reason == (StopReason.ABORTED if how == "abort" else StopReason.DEADLINE)
+    assert tokens.ids_T.tolist() == expected
+    assert not engine.has_work()

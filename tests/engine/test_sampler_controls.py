@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.native.controls import Controls, problem
+from headrace.engine.native.checks import sampling_problem as problem
+from headrace.engine.native.controls import Controls
 from headrace.engine.native.sampler import Draw, Limits, find_support, seed_key, uniforms
 from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling

@@ -85,6 +85,18 @@ def test_a_chat_is_a_completion_of_the_rendered_conversation(client: openai.Open
     assert shouted.choices[0].message.content == complete(client, "[user]Hi[assistant]!").choices[0].text
 
 
+def test_an_assistant_may_have_said_nothing_and_nulls_are_nothing(client: openai.OpenAI) -> None:
+    hello = {"role": "user", "content": "Hi", "name": None}
+    for silent in ({"content": None}, {}, {"content": "", "refusal": None, "tool_calls": None}):
+        answer = chat(client, messages=[hello, {"role": "assistant", **silent}, hello])
+        assert answer.usage.prompt_tokens == len("[user]Hi[assistant][user]Hi[assistant]")
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for wrong, words in ((None, "content is missing"), (picture, "reads text alone"), ([3], "reads text alone")):
+        with pytest.raises(openai.BadRequestError, match=words) as refused:
+            chat(client, messages=[{"role": "user", "content": wrong}])
+        assert refused.value.param == "messages.0.content"
+
+
 def test_a_template_may_refuse_a_conversation(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no bosses here") as refused:
         chat(client, messages=[{"role": "boss", "content": "Hi"}])
@@ -210,6 +222,10 @@ def test_only_the_right_token_opens_the_door(server: Server) -> None:
         ('{"prompt": "a", "echo": true}', 400, "echo=True is not supported; leave echo out"),
         ('{"prompt": "a", "best_of": 2}', 400, "best_of=2 is not supported"),
         ('{"prompt": "a", "model": "gpt"}', 404, "model='gpt' is not served"),
+        ('{"prompt": "a", "stream_options": {"include_usage": true}}', 400, "set stream=true"),
+        ('{"prompt": "a", "n": 2, "n": 1}', 400, "'n' is there twice"),
+        ('{"prompt": "a", "logit_bias": {"3": 1, "3": 2}}', 400, "'3' is there twice"),
+        ('{"prompt": "a", "priority": 1}', 400, "priority=1 is more than 0"),
         ('{"prompt": "a", "stop": ""}', 400, "stop=''"),
         ('{"prompt": "a", "stop": [1]}', 400, "stop=[1]"),
         ('{"prompt": "a", "logit_bias": {"x": 1}}', 400, "logit_bias={'x': 1}"),
@@ -238,7 +254,9 @@ def test_strange_paths_methods_and_content_types_are_refused_in_the_same_shape(s
             http.get("/v1/nothing"), http.get("/v1/completions"), http.post("/v1/models", json={}),
             http.post("/v1/completions", content='{"prompt": "a"}', headers={"content-type": "text/plain"}),
         ]  # fmt: skip
-    assert [answer.status_code for answer in answers] == [404, 405, 405, 415]
+    told = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+    refused = (405, "method_not_allowed")
+    assert told == [(404, "not_found"), refused, refused, (415, "unsupported_media_type")]
     assert all(answer.json()["error"]["message"] for answer in answers)
 
 
@@ -340,7 +358,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(-(2**63), 2**63 - 1),
     "logit_bias": st.dictionaries(st.integers(0, 60).map(str), st.floats(-100, 100), max_size=3),
     "stop": st.text(min_size=1, max_size=3) | st.lists(st.text(min_size=1, max_size=3), max_size=3),
-    "priority": st.integers(-(2**31) + 1, 2**31 - 1),
+    "priority": st.integers(-(2**31) + 1, 0),
     "deadline_s": st.floats(1e-9, 1e6),
     "n": st.integers(1, 4),
     "stream": st.booleans(),

@@ -135,6 +135,41 @@ def test_with_a_token_the_name_does_not_matter_and_the_scheme_does() -> None:
     within(test, token="secret")
 
 
+@pytest.mark.parametrize("token", ["geheim-é", "voilà", "🔑"])  # the second one's last byte is a space in Latin-1
+def test_a_token_may_be_any_text(token: str) -> None:
+    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+        for given, status in ((token, 200), (token[:-1], 401), (token + "x", 401)):
+            headers = {b"authorization": b"Bearer " + given.encode()}
+            assert (await client.get("/v1/models", headers=headers)).status_code == status
+
+    within(test, token=token)
+
+
+def test_the_priority_that_may_be_asked_for_is_the_operators() -> None:
+    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+        for priority, status in ((0, 200), (-5, 200), (1, 400), (2**31 - 1, 400)):
+            answer = await client.post("/v1/completions", json={**BODY, "priority": priority})
+            assert answer.status_code == status
+        assert answer.json()["error"]["param"] == "priority"
+        assert "serve.max_priority" in answer.json()["error"]["message"]
+
+    within(test)
+
+
+def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: httpx.AsyncClient, state: State, core: CountingCore) -> None:
+        longest = 100 * BYTES.longest_token
+        encoded: list[int] = []
+        monkeypatch.setattr(BYTES, "encode", lambda text: encoded.append(len(text)) or [1])
+        for length, status in ((longest, 200), (longest + 1, 400)):
+            answer = await client.post("/v1/completions", json={**BODY, "prompt": ["a", "a" * length]})
+            assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert encoded == [1, longest]
+
+    within(test)
+
+
 def test_a_door_that_is_open_to_the_network_needs_a_token() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
         refuse_open_door(host, "")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
-from headrace.errors import DeadlineError, RunError, WeightsError
+from headrace.errors import ComponentDied, DeadlineError, RunError, WeightsError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient, LearnerClient
 from headrace.types.episode import StopReason
@@ -39,6 +39,9 @@ class Silent(ControllerChannel):
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+    def close(self) -> None:
+        pass
 
 
 def learner() -> LearnerClient:
@@ -129,6 +132,23 @@ def test_chunks_of_a_sequence_that_begins_again_need_not_be_read_first() -> None
         client._route(piece(1, stop_reason=StopReason.LENGTH))
         rest = [chunk async for chunk in stream]
         assert [chunk.restarted for chunk in rest] == [True, False, False]
+
+    run_virtual(main())
+
+
+def test_who_reads_a_stream_hears_that_the_engine_is_closed() -> None:
+    async def main() -> None:
+        client, ids = engine_client(), np.zeros(1, np.int32)
+        streams = [client.generate(ids, Sampling(max_new_tokens=3)) for _ in range(2)]
+        reading = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(1.0)
+        num_sent = len(client._channel.sent)
+        client.close()
+        for read in (*reading, anext(client.generate(ids, Sampling(max_new_tokens=3)))):
+            async with asyncio.timeout(60.0):
+                with pytest.raises(ComponentDied, match="engine has ended"):
+                    await read
+        assert len(client._channel.sent) == num_sent  # a closed channel is not written to
 
     run_virtual(main())
 

@@ -11,7 +11,8 @@ from headrace.cli.output import console, readable
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headrace.engine.server.run import Loaded
+    from headrace.engine.server.config import ServeConfig
+    from headrace.engine.server.run import Events, Loaded
 
 TOKEN_VARIABLE = "HEADRACE_SERVE_TOKEN"
 
@@ -36,8 +37,6 @@ def serve(
 
     given: dict[str, Any] = {
         "model": {"path": str(model.expanduser().resolve())},
-        # a reader of a stream waits for each token
-        "engine": {"flush_tokens": 1},
         "serve": {"host": host, "port": port},
     }
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
@@ -45,17 +44,10 @@ def serve(
     _refuse_no_model(config.model.path)
 
     from headrace.engine.server.load import load
-    from headrace.engine.server.run import Events, serve
+    from headrace.engine.server.run import serve
     from headrace.launch.heap import settled_heap
 
-    clock, out = RealClock(), console()
-
-    def listening(url: str) -> None:
-        out.print(f"listening on {url}; loading {readable(config.model.path)} ...")
-
-    def serving(url: str, loaded: Loaded) -> None:
-        _say_serving(url, loaded, with_token=bool(secret))
-
+    clock = RealClock()
     with settled_heap():
         where = device or _best_device()
         serve(
@@ -63,8 +55,28 @@ def serve(
             secret,
             lambda: load(config, device=where, clock=clock),
             clock=clock,
-            events=Events(listening=listening, serving=serving),
+            events=_events(config, with_token=bool(secret)),
         )
+
+
+def _events(config: ServeConfig, *, with_token: bool) -> Events:
+    """What the server says of itself, as lines for people."""
+    from headrace.engine.server.run import Events
+
+    out = console()
+
+    def listening(url: str) -> None:
+        out.print(f"listening on {url}; loading {readable(config.model.path)} ...")
+
+    def serving(url: str, loaded: Loaded) -> None:
+        _say_serving(url, loaded, with_token=with_token)
+
+    def ending(num_open: int) -> None:
+        if num_open:
+            seconds = f"{config.serve.grace_s:g} s"
+            out.print(f"ending     {num_open} open requests have {seconds} to finish; Ctrl-C again cuts them")
+
+    return Events(listening=listening, serving=serving, ending=ending)
 
 
 def _token(given: str, file: Path | None) -> str:
@@ -87,7 +99,8 @@ def _refuse_no_model(path: str) -> None:
     if not Path(path).is_dir():
         raise ConfigError(
             f"there is no directory {path}",
-            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors",
+            remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors "
+            "('hf download NAME --local-dir DIR' makes one)",
         )
 
 

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from headrace.config import Section
 
+LEAST_TEMPERATURE = 0.01
+"""Of what is sampled: below, 32 bits do not hold what becomes of the logits. 0 takes the most likely token."""
+
 
 class EngineConfig(Section):
     """How sequences are sampled, and how many at once."""
@@ -16,7 +19,7 @@ class EngineConfig(Section):
     """The embedded engine."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     """Sampling temperature while training; the learner uses the same."""
     top_k: int = Field(default=0, ge=0)
     """Only this many of the most likely tokens can be drawn; 0 for all."""
@@ -37,6 +40,9 @@ class EngineConfig(Section):
     at most three tenths of the free memory."""
     fork_memory: int = Field(default=256, ge=0)
     """How many ended sequences can still be forked: the tokens of that many are kept."""
+    max_pinned_versions: int = Field(default=2, ge=1)
+    """Older versions that sequences may stay under at once: each is a copy of the model. Those that would need one
+    more wait until one is free."""
     stream_steps: int = Field(default=8, ge=1)
     """Steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
     kernels: Literal["auto", "off"] = "auto"

@@ -23,7 +23,7 @@ from typing import Any, Self, TypeVar
 from headrace.clock import Clock
 from headrace.engine.base import PLAIN, EngineCore, RequestOptions, TokenChunk
 from headrace.engine.chunks import generate_request, token_chunk
-from headrace.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError
+from headrace.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError, WeightsError
 from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.sampling import Sampling
@@ -40,7 +40,7 @@ class LocalTerms:
     max_requests: int = 4096
     """Requests at once, waiting or running; one more raises :class:`~headrace.errors.EngineFull`."""
     deadline_s: float = 600.0
-    """Longest wait for a commit, a score or another answer of the step loop."""
+    """Longest wait for a stage, a commit, a score or another answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,18 +161,25 @@ class LocalEngine:
         if self._death is not None:
             raise self._death
         start_s = self._clock.now()
-        await self._loop.run_in_executor(self._stager, self._core.stage, update)
+        staged: asyncio.Future[None] = self._future()
+        self._stager.submit(self._stage, update, staged)
+        await self._in_time(f"stage version {update.version}", staged)
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         what = f"commit version {version}"
+        if version in self._commits:
+            raise WeightsError(
+                f"{self.name}: commit of version {version}, which has been asked for already and has not ended",
+                remedy="wait for its report",
+            )
         report: asyncio.Future[SwapReport] = self._future()
         self._commits[version] = report
         try:
             await self._call(what, lambda: self._core.commit(version, mode))
             return await self._in_time(what, report)
         finally:
-            self._commits.pop(version, None)
+            del self._commits[version]
 
     async def pause(self, *, release: bool = False) -> None:
         await self._call("pause", lambda: self._core.pause(release=release))
@@ -236,7 +243,7 @@ class LocalEngine:
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} has not answered for {self._terms.deadline_s:g} s: {what}",
-                remedy="a step, or what the commit waits for, takes longer than that: raise the deadline",
+                remedy="a step, or what it waits for, takes longer than that: raise the deadline",
             ) from None
 
     def _deliver(self, chunks: Sequence[Chunk], swaps: Sequence[SwapReport]) -> None:
@@ -266,7 +273,7 @@ class LocalEngine:
         for future in list(self._answers):
             _fail(future, death)
 
-    # -- in the thread ----------------------------------------------------------------------------------------------
+    # -- in the threads ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -277,6 +284,14 @@ class LocalEngine:
             death = ComponentDied(words, remedy="start it again; if it dies again, report this")
             death.__cause__ = error
             self._post(self._die, death)
+
+    def _stage(self, update: WeightUpdate, staged: asyncio.Future[None]) -> None:
+        try:
+            self._core.stage(update)
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever waits for it must hear of it
+            self._post(_fail, staged, error)
+        else:
+            self._post(_resolve, staged, None)
 
     def _turn(self) -> None:
         """What has been ordered, one step, and what it gave."""
@@ -314,6 +329,6 @@ def _resolve(future: asyncio.Future[Any], result: object) -> None:
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[Any], error: HeadraceError) -> None:
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class ShmReceiver:
         self._map: mmap.mmap | None = None
         self._map_path = ""
         self._staged: tuple[int, list[Tensor]] | None = None
+        self._staging = threading.Lock()
         self._committed = -1
 
     def stage(self, update: WeightUpdate) -> None:
@@ -77,17 +79,20 @@ class ShmReceiver:
         named = {entry.name: entry for entry in update.manifest.entries}  # the learner may list them in another order
         start = update.slot * update.manifest.total_bytes
         views = [_view(attached, named[entry.name], start) for entry in self._manifest.entries]
-        self._staged = (update.version, views)
+        with self._staging:
+            self._staged = (update.version, views)
 
     def commit(self, version: int) -> None:
         for _ in self.commit_parts(version, 1):
             pass
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        if self._staged is None or self._staged[0] != version:
-            staged = "nothing" if self._staged is None else f"version {self._staged[0]}"
-            raise WeightsError(f"commit of version {version}, but {staged} is staged", remedy="stage it first")
-        views, self._staged = self._staged[1], None
+        with self._staging:  # another thread may stage the next version at this very moment
+            staged = self._staged
+            if staged is None or staged[0] != version:
+                words = "nothing" if staged is None else f"version {staged[0]}"
+                raise WeightsError(f"commit of version {version}, but {words} is staged", remedy="stage it first")
+            views, self._staged = staged[1], None
         return self._exchange(version, views, -(-len(views) // parts))
 
     def _exchange(self, version: int, views: list[Tensor], at_once: int) -> Iterator[None]:

@@ -33,7 +33,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     """Sampling one of these ends the sequence; the token is kept as its last."""
     stop: tuple[str, ...] = ()
-    """The answer ends with the token that completes one of these strings; its tokens are kept."""
+    """The answer ends with the token that completes one of these strings; its tokens are kept. They are looked for in
+    the text with special tokens spelled out, so that one may name a special token."""
     seed: int = 0
     """With the position it fixes each draw, whatever else is in the batch."""
     record_kept: bool = False

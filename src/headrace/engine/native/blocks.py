@@ -65,11 +65,7 @@ class Chain:
     length: int = 0
     """Blocks matched or registered so far."""
     digest: bytes = field(default=b"", repr=False)
-    """Of everything up to there."""
-
-    def __post_init__(self) -> None:
-        if not self.digest:
-            self.digest = xxhash.xxh3_128_digest(b"%d %d" % (self.version, self.salt))
+    """Of everything up to there; empty at first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,24 +78,9 @@ class Forked:
     """(source, target): contents that must be copied before the next pass, the last block being filled in part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """Blocks by state."""
-
-    total: int
-    """All blocks: used, cached and free."""
-    used: int
-    """Held by at least one sequence."""
-    cached: int
-    """Held by none, but kept because they may be matched; they make room when needed."""
-    free: int
-    """The rest."""
-    evicted: int
-    """Cached blocks that had to make room."""
-
-
 class BlockPool:
-    """The blocks ``0 .. num_blocks - 1`` of one paged cache.
+    """The blocks ``0 .. num_blocks - 1`` of one paged cache. ``secret``, of 64 bits, is in every digest: who does not
+    know it cannot make up two prefixes of the same digest.
 
     >>> pool = BlockPool(4)
     >>> ids_T = np.arange(40, dtype=np.int32)
@@ -110,8 +91,11 @@ class BlockPool:
     True
     """
 
-    def __init__(self, num_blocks: int, version: int = 0) -> None:
+    def __init__(self, num_blocks: int, version: int = 0, secret: int = 0) -> None:
         self.num_blocks = num_blocks
+        self._secret = secret
+        self._era = 0  # counts the calls of forget
+        self._eras = [0] * num_blocks  # in which each block was registered
         self.version = version
         """The only version whose blocks are cached."""
         self._refs = [0] * num_blocks
@@ -121,7 +105,6 @@ class BlockPool:
         self._digests: dict[int, bytes] = {}
         self._tainted: set[int] = set()  # held, and not to be used again before they are cleared
         self._dirty: list[int] = []  # such blocks, held no more
-        self._evicted = 0
 
     @property
     def available(self) -> int:
@@ -135,8 +118,9 @@ class BlockPool:
             return None
         while len(self._free) < count:
             victim = next(iter(self._idle))
+            del self._idle[victim]
             self._uncache(victim)
-            self._evicted += 1
+            self._free.append(victim)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._refs[block] = 1
@@ -158,8 +142,10 @@ class BlockPool:
             if self._refs[block]:
                 continue
             if block in self._digests:
-                self._idle[block] = None
-                continue
+                if self._eras[block] == self._era:
+                    self._idle[block] = None
+                    continue
+                self._uncache(block)
             if block in self._tainted:
                 self._tainted.remove(block)
                 self._dirty.append(block)
@@ -169,21 +155,21 @@ class BlockPool:
     def match(self, chain: Chain, ids_T: IntColumn) -> list[int]:
         """The blocks of the longest cached prefix of ``ids_T``, one reference each now the caller's; the new ``chain``
         is moved to their end. Never all tokens: the last one must be computed, so that there are logits."""
-        assert chain.length == 0
-        blocks: list[int] = []
-        if chain.version != self.version:
-            return blocks
-        data = _bytes(ids_T)
-        for start in range(0, (len(ids_T) - 1) // BLOCK * _WIDTH, _WIDTH):
-            digest = xxhash.xxh3_128_digest(chain.digest + data[start : start + _WIDTH])
-            block = self._by_digest.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-            chain.digest = digest
-        chain.length = len(blocks)
+        blocks = self._find(chain, ids_T)
         self.share(blocks)
         return blocks
+
+    def claim(self, chain: Chain, ids_T: IntColumn, count: int) -> tuple[list[int], int] | None:
+        """A table of ``count`` blocks: as :meth:`match`, then fresh ones; and how many were matched. ``None``, with
+        nothing changed but the new ``chain``, if there is no room for it."""
+        blocks = self._find(chain, ids_T)
+        num_idle = sum(not self._refs[block] for block in blocks)
+        if count - len(blocks) > self.available - num_idle:
+            return None
+        self.share(blocks)
+        fresh = self.take(count - len(blocks))
+        assert fresh is not None
+        return blocks + fresh, len(blocks)
 
     def register(self, chain: Chain, table: Sequence[int], ids_T: IntColumn) -> None:
         """Let others find the full blocks of ``ids_T`` that the chain has not seen: the tokens of the sequence up to
@@ -192,16 +178,11 @@ class BlockPool:
         end = len(ids_T) // BLOCK
         if chain.version != self.version or end <= chain.length:
             return
-        data = _bytes(ids_T[chain.length * BLOCK : end * BLOCK])
+        data, digest = _bytes(ids_T[chain.length * BLOCK : end * BLOCK]), chain.digest or self._seed(chain)
         for place, start in enumerate(range(0, len(data), _WIDTH), start=chain.length):
-            chain.digest = xxhash.xxh3_128_digest(chain.digest + data[start : start + _WIDTH])
-            block = table[place]
-            if chain.digest not in self._by_digest and block not in self._tainted:
-                assert self._refs[block], f"block {block} is registered but held by none"
-                assert block not in self._digests, f"block {block} is registered with other contents"
-                self._by_digest[chain.digest] = block
-                self._digests[block] = chain.digest
-        chain.length = end
+            digest = self._digest(digest, data[start : start + _WIDTH])
+            self._note(digest, table[place])
+        chain.length, chain.digest = end, digest
 
     def fork(self, table: Sequence[int], num_tokens: int) -> Forked | None:
         """A second table with the first ``num_tokens`` computed tokens of ``table``: full blocks are shared, a last one
@@ -236,20 +217,17 @@ class BlockPool:
         """Other weights are in use: nothing that is cached holds any more, and chains of another version register
         nothing. Tables keep their blocks."""
         self.version = version
-        self._free.extend(self._idle)
-        self._idle.clear()
-        self._by_digest.clear()
-        self._digests.clear()
+        self._era += 1  # what is older is not found; the idle ones of it stand first, so that they make room first
 
-    def stats(self) -> PoolStats:
-        """The present state."""
-        return PoolStats(
-            total=self.num_blocks,
-            used=self.num_blocks - self.available - len(self._dirty),
-            cached=len(self._idle),
-            free=len(self._free) + len(self._dirty),
-            evicted=self._evicted,
-        )
+    @property
+    def used(self) -> int:
+        """How many blocks at least one sequence holds."""
+        return self.num_blocks - self.available - len(self._dirty)
+
+    @property
+    def cached(self) -> int:
+        """How many blocks none holds that may be matched. Looks at all: for tests."""
+        return sum(self._eras[block] == self._era for block in self._idle)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the books balance, ``tables`` being all that are held. For tests."""
@@ -266,10 +244,50 @@ class BlockPool:
         assert self._idle.keys() <= self._digests.keys() <= held | self._idle.keys()
         assert self._tainted <= held - self._digests.keys()
 
+    def _find(self, chain: Chain, ids_T: IntColumn) -> list[int]:
+        """The blocks of the longest cached prefix; the new ``chain`` is moved to their end."""
+        assert chain.length == 0
+        blocks: list[int] = []
+        if chain.version != self.version:
+            return blocks
+        data, digest = _bytes(ids_T), self._seed(chain)
+        for start in range(0, (len(ids_T) - 1) // BLOCK * _WIDTH, _WIDTH):
+            digest = self._digest(digest, data[start : start + _WIDTH])
+            block = self._by_digest.get(digest)
+            if block is None or self._eras[block] != self._era:
+                break
+            blocks.append(block)
+            chain.digest = digest
+        chain.length = len(blocks)
+        return blocks
+
+    def _note(self, digest: bytes, block: int) -> None:
+        """Let others find ``block`` by ``digest``."""
+        if block in self._tainted:
+            return
+        known = self._by_digest.get(digest)
+        if known is not None and self._eras[known] == self._era:
+            return
+        assert self._refs[block], f"block {block} is registered but held by none"
+        if block in self._digests:
+            assert self._eras[block] != self._era, f"block {block} is registered with other contents"
+            self._uncache(block)
+        if digest in self._by_digest:  # of an earlier era
+            known = self._by_digest[digest]
+            self._uncache(known)
+            if known in self._idle:
+                del self._idle[known]
+                self._free.append(known)
+        self._by_digest[digest], self._digests[block], self._eras[block] = block, digest, self._era
+
     def _uncache(self, block: int) -> None:
-        del self._idle[block]
         del self._by_digest[self._digests.pop(block)]
-        self._free.append(block)
+
+    def _seed(self, chain: Chain) -> bytes:
+        return xxhash.xxh3_128_digest(b"%d %d" % (chain.version, chain.salt), seed=self._secret)
+
+    def _digest(self, before: bytes, data: bytes) -> bytes:
+        return xxhash.xxh3_128_digest(before + data, seed=self._secret)
 
 
 def _bytes(ids_T: IntColumn) -> bytes:

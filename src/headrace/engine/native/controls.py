@@ -14,8 +14,6 @@ Shape legend: R rows, V vocabulary, D rows that draw in this step, U ids whose l
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -37,47 +35,7 @@ from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling
 
 Index = npt.NDArray[np.int64]
-MAX_STOP_STRINGS = 64
-"""Most stop strings of one request."""
 _FEWEST_COLUMNS = 64
-
-
-def problem(sampling: Sampling, vocab_size: int) -> str:
-    """Why ``sampling`` cannot be done, in words; empty if it can.
-
-    >>> problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
-    'top_p=0.0 is not in (0, 1]'
-    """
-    return next(_problems(sampling, vocab_size), "")
-
-
-def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
-    if sampling.max_new_tokens < 1:
-        yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
-    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if not math.isfinite(getattr(sampling, name)):
-            yield f"{name}={getattr(sampling, name)} is not a finite number"
-    if sampling.temperature < 0:
-        yield f"temperature={sampling.temperature} is not >= 0 (0 takes the most likely token)"
-    if sampling.repetition_penalty <= 0:
-        yield f"repetition_penalty={sampling.repetition_penalty} is not > 0"
-    if sampling.top_k < 0:
-        yield f"top_k={sampling.top_k} is not >= 0 (0 for all tokens)"
-    if not 0 < sampling.top_p <= 1:
-        yield f"top_p={sampling.top_p} is not in (0, 1]"
-    if not 0 <= sampling.min_p <= 1:
-        yield f"min_p={sampling.min_p} is not in [0, 1]"
-    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_ids", sampling.stop_ids)):
-        outside = [token for token in ids if not 0 <= token < vocab_size]
-        if outside:
-            yield f"{name} holds token {outside[0]}, outside the vocabulary of {vocab_size}"
-    unsound = [token for token, bias in sampling.logit_bias.items() if not math.isfinite(bias)]
-    if unsound:
-        yield f"logit_bias of token {unsound[0]} is {sampling.logit_bias[unsound[0]]}, not a finite number"
-    if "" in sampling.stop:
-        yield "stop holds an empty string"
-    if len(sampling.stop) > MAX_STOP_STRINGS:
-        yield f"stop holds {len(sampling.stop)} strings, more than {MAX_STOP_STRINGS}"
 
 
 class Controls:
@@ -278,7 +236,8 @@ class Changes:
         column_A = torch.where(known_A, same_AU.int().argmax(dim=1), used_A)
         self._ids_RU[rows_A, column_A] = new_A
         self._seen_RU[rows_A, column_A] = True
-        self._bias_RU[rows_A, column_A] *= known_A
+        # not a product: what an earlier sequence has left there may be infinite
+        self._bias_RU[rows_A, column_A] = torch.where(known_A, self._bias_RU[rows_A, column_A], 0.0)
         self._counts_RU[rows_A, column_A] = torch.where(known_A, self._counts_RU[rows_A, column_A], 0.0) + 1
         self._used_R[rows_A] = used_A + ~known_A
 

@@ -13,7 +13,7 @@ kept between steps: a commit changes where parameters point, and the next pass u
 
 from __future__ import annotations
 
-import heapq
+import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -27,16 +27,17 @@ from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.controls import Controls
+from headrace.engine.native.deadlines import Deadlines
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.memory import make_cache
-from headrace.engine.native.outbox import Outbox, failed
+from headrace.engine.native.outbox import Outbox
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import Routes
 from headrace.engine.native.rows import Flags, Follower, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import Scorer
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.engine.native.stops import Stops
+from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.errors import ConfigError, ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
@@ -46,11 +47,11 @@ from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
 from headrace.models.shapes import cache_shapes
 from headrace.models.weights import weight_tensors
-from headrace.types.columns import FloatColumn, IntColumn
+from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import GenerateRequest, Score
-from headrace.types.sampling import Sampling
+from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 Decode = Callable[[list[int]], str]
@@ -63,17 +64,6 @@ class _Drawn:
     rows_D: Index
     sound_D: Flags
     """Whether their logits were finite."""
-
-
-class _StringStops:
-    """Tells :class:`Stops` who is in which row."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
-        self.move = stops.move
-
-    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        self._stops.join(row, sampling.stop, answer_ids_T)
 
 
 class NativeEngine:
@@ -94,12 +84,7 @@ class NativeEngine:
         clock: Clock,
         decode: Decode | None = None,
     ) -> None:
-        longest = model.config.max_position_embeddings
-        if max_context > longest:
-            raise ConfigError(
-                f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
-                remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
-            )
+        _refuse_long(max_context, model.config.max_position_embeddings)
         self._model, self._config, self._clock, self._receiver = model, config, clock, receiver
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -107,19 +92,21 @@ class NativeEngine:
         kernels, shapes = _kernels(model, config), cache_shapes(model)
         attention, self._maker = choose(model.dtype, self._device)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
-        self._pool = BlockPool(self._cache.num_blocks)
+        self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64))
         self._controls = Controls(config.max_sequences, self._device, exact)
         self._stops = Stops(decode) if decode is not None else None
         followers: list[Follower] = (
-            [self._controls] if self._stops is None else [self._controls, _StringStops(self._stops)]
+            [self._controls] if self._stops is None else [self._controls, StopsFollower(self._stops)]
         )
         self._rows = Rows(config.max_sequences, max_context, followers)
         self._routes = Routes(model, self._cache.num_blocks)
         self._outbox = Outbox(self._rows, self._routes)
-        self._scheduler = Scheduler(self._rows, self._pool, config.max_step_tokens, self._outbox.before_requeue)
+        self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
+        self._scheduler = Scheduler(
+            self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin
+        )  # fmt: skip
         self._swaps = Swaps(receiver, self._scheduler, self._rows, self._pool, clock)
-        self._pins = Pins(weight_tensors(model).values())
-        self._scorer = Scorer(model, shapes, self._maker, exact)
+        self._scorer = Scorer(model, self._cache, self._maker, exact)
         bounds = Bounds(
             vocab_size=self._vocab_size,
             max_context=max_context,
@@ -128,7 +115,7 @@ class NativeEngine:
             stop_strings=decode is not None,
         )
         self._intake = Intake(bounds, self._rows, config.fork_memory)
-        self._deadlines: list[tuple[float, int, int]] = []
+        self._deadlines = Deadlines(self._intake.known)
         self._judged = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
@@ -152,35 +139,47 @@ class NativeEngine:
             request, version=self._swaps.stamp, num_waiting=self._scheduler.num_waiting, now_s=now_s
         )
         self._scheduler.add(sequence)
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline_s, sequence.arrival, request.request_id))
+        self._deadlines.add(sequence)
 
     def abort(self, request_ids: Several[int]) -> list[Chunk]:
         known = self._intake.known
-        chunks = self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
+        self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
-        return chunks
+        return self._outbox.take()
 
     def has_work(self) -> bool:
-        return self._paused_s is None and (not self._scheduler.idle or bool(self._outbox.due))
+        if self._paused_s is None:
+            return self._outbox.any or not self._scheduler.idle
+        return self._deadlines.past(self._clock.now())
 
     def step(self) -> list[Chunk]:
         if not self.has_work():
             return []
         started_s = self._clock.now()
-        chunks = self._expire(started_s)
-        self._swaps.advance()
-        chunks += self._refuse_stale_forks()
-        schedule = self._scheduler.schedule()
-        drawn = self._run(schedule) if len(schedule.rows_R) else []
-        chunks += self._outbox.take() + self._postprocess(drawn)
+        self._end(self._deadlines.take(started_s), StopReason.DEADLINE)
+        if self._paused_s is None:
+            self._swaps.advance()
+            self._refuse_stale_forks()
+            schedule = self._scheduler.schedule()
+            self._postprocess(self._run(schedule) if len(schedule.rows_R) else [])
+            self._steps += 1
         self._swaps.settle()
-        self._steps += 1
         self._busy_s += self._clock.now() - started_s
-        return chunks
+        return self._outbox.take()
 
     def score(self, request: Score) -> FloatColumn:
-        return self._scorer.score(request, self._vocab_size)
+        count = self._scorer.blocks(request, self._vocab_size)
+        if self._swaps.stamp == NOT_SAMPLED or not self._cache.layers:
+            missing = "the cache, which was given back" if not self._cache.layers else "the first weights"
+            raise RequestError(f"tokens to score came without {missing}", remedy="score after a commit, or a resume")
+        self._swaps.finish()  # a score of half-exchanged weights is that of no version
+        table = self._scheduler.borrow(count)
+        self._clear_dirty()
+        try:
+            logprobs_T = self._scorer.score(request, table, self._vocab_size)
+        finally:
+            self._scheduler.give_back(table)
+        return logprobs_T
 
     def stage(self, update: WeightUpdate) -> None:
         self._receiver.stage(update)
@@ -201,14 +200,18 @@ class NativeEngine:
                 self._scheduler.requeue(sequence)
             self._pool.forget(self._pool.version)
             self._cache.release()
+            self._pins.move(torch.device("cpu"))
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # else this process keeps it
 
     def resume(self) -> None:
         if not self._cache.layers:
             self._cache.allocate()
+            self._pins.move(self._device)
         self._paused_s = None
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self._pool.stats()
+        scheduler = self._scheduler
         return EngineStats(
             version=self._swaps.version,
             busy_s=self._busy_s,
@@ -220,8 +223,8 @@ class NativeEngine:
             restarted=self._swaps.num_restarted,
             preempted=scheduler.num_preempted,
             cached_tokens=scheduler.cached_tokens,
-            cache_blocks=pool.total,
-            cache_blocks_used=pool.used,
+            cache_blocks=self._pool.num_blocks,
+            cache_blocks_used=self._pool.used,
             cache_bytes=self._cache.num_bytes,
             wasted_tokens=self._swaps.wasted_tokens,
             routing_bytes=self._routes.num_bytes,
@@ -247,13 +250,16 @@ class NativeEngine:
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
-        dirty = self._scheduler.take_dirty()
-        if dirty:
-            self._cache.clear(dirty)
+        self._clear_dirty()
         if schedule.copies:
             sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
             self._cache.copy(sources, targets)
             self._routes.copy(sources, targets)
+
+    def _clear_dirty(self) -> None:
+        dirty = self._scheduler.take_dirty()
+        if dirty:
+            self._cache.clear(dirty)
 
     @torch.inference_mode()
     def _pass(self, schedule: Schedule, stamp: int) -> _Drawn:
@@ -289,9 +295,9 @@ class NativeEngine:
         self._generated_tokens += len(rows_D)
         return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())
 
-    def _postprocess(self, drawn: list[_Drawn]) -> list[Chunk]:
+    def _postprocess(self, drawn: list[_Drawn]) -> None:
         if not drawn:
-            return []
+            return
         rows = self._rows
         rows_D, broken = drawn[0].rows_D, ~drawn[0].sound_D
         if len(drawn) > 1:
@@ -301,20 +307,18 @@ class NativeEngine:
         ended = stopped | rows.full(rows_D) | broken
         due = rows.due(rows_D, self._config.flush_tokens)
         if not (ended | due).any():
-            return []
-        chunks = []
+            return
         for place in np.flatnonzero(ended | due).tolist():
             row = int(rows_D[place])
             if broken[place]:
-                chunks.append(self._broken_chunk(row))
+                self._end_broken(row)
             elif ended[place]:
-                chunks.append(self._outbox.last(row, StopReason.STOP if stopped[place] else StopReason.LENGTH))
+                self._outbox.end(rows.sequences[row], StopReason.STOP if stopped[place] else StopReason.LENGTH)
             else:
-                chunks.append(self._outbox.next(row))
+                self._outbox.next(row)
         for row in rows_D[ended].tolist():
             self._forget(rows.sequences[row])
         self._scheduler.leave(rows_D[ended])
-        return chunks
 
     def _completes_string(self, rows_D: Index) -> Flags:
         ended_D = np.zeros(len(rows_D), bool)
@@ -324,53 +328,43 @@ class NativeEngine:
                 ended_D[place] = self._stops.push(row, int(self._rows.ids_of(row)[-1]))
         return ended_D
 
-    def _broken_chunk(self, row: int) -> Chunk:
+    def _end_broken(self, row: int) -> None:
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
         rows.forget_last(row)
         self._generated_tokens -= 1
         self._pool.taint(rows.table(row))
-        return failed(
-            self._outbox.last(row, None),
+        error = SequenceFailed(
             f"the logits after {length} tokens of context hold NaN or infinity under the weights of version "
             f"{self._swaps.version if pin == NO_ROW else pin}",
-            kind=SequenceFailed,
+            remedy="look at the request and at the weights",
         )
+        self._outbox.end(rows.sequences[row], None, error)
 
-    def _expire(self, now_s: float) -> list[Chunk]:
-        late: list[Sequence] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            sequence = self._intake.known.get(request_id)
-            if sequence is not None and sequence.arrival == arrival:
-                late.append(sequence)
-        return self._end(late, StopReason.DEADLINE)
-
-    def _refuse_stale_forks(self) -> list[Chunk]:
+    def _refuse_stale_forks(self) -> None:
         """Other weights may have come into use while a fork waited that does not want them."""
         version = self._swaps.stamp
         if version == self._judged:
-            return []
+            return
         self._judged = version
         stale = [sequence for sequence in self._scheduler.waiting() if sequence.insists not in (None, version)]
-        problems = [f"{stale_fork(sequence.request, version)}; {STALE_REMEDY}" for sequence in stale]
-        return [
-            failed(chunk, problem, kind=RequestError)
-            for chunk, problem in zip(self._end(stale, None), problems, strict=True)
-        ]
+        for sequence in stale:
+            self._outbox.end(sequence, None, RequestError(stale_fork(sequence.request, version), remedy=STALE_REMEDY))
+        self._let_go(stale)
 
-    def _end(self, sequences: list[Sequence], reason: StopReason | None) -> list[Chunk]:
+    def _end(self, sequences: list[Sequence], reason: StopReason) -> None:
         """Let go of these before their time."""
-        chunks = [
-            self._outbox.waiting(sequence, reason)
-            if sequence.row == NO_ROW
-            else self._outbox.last(sequence.row, reason)
-            for sequence in sequences
-        ]
+        for sequence in sequences:
+            self._outbox.end(sequence, reason)
+        self._let_go(sequences)
+
+    def _let_go(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             self._forget(sequence)
         self._scheduler.withdraw(sequences)
-        return chunks
+
+    def _may_pin(self) -> bool:
+        return not self._swaps.streaming and self._pins.may_hold(self._swaps.version)
 
     def _forget(self, sequence: Sequence) -> None:
         self._intake.ended(sequence)
@@ -389,6 +383,14 @@ class NativeEngine:
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _refuse_long(max_context: int, longest: int) -> None:
+    if max_context > longest:
+        raise ConfigError(
+            f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
+            remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
+        )
 
 
 def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.engine.native import controls
 from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.errors import EngineFull, RequestError
@@ -105,9 +104,9 @@ class Intake:
                 self._ended.popitem(last=False)
 
     def _sequence(self, request: GenerateRequest, name: str, version: int, now_s: float) -> Sequence:
-        fork = request.fork
+        prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
-            given = np.asarray(request.prompt_ids_T, np.int32)
+            given = prompt_ids_T
             num_prompt, parent, insists = len(given), None, None
         else:
             past = self._fork_point(request, fork, name, version)
@@ -124,6 +123,18 @@ class Intake:
             reuses=fork is not None and fork.stale is StaleFork.REUSE,
             insists=insists,
         )
+
+    def _check(self, request: GenerateRequest, name: str) -> IntColumn:
+        """Its prompt, once every number of it is known to fit."""
+        wrong = request_problem(request, self._bounds.vocab_size)
+        if wrong:
+            raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
+        checked = check_ids("prompt", request.prompt_ids_T, self._bounds.vocab_size)
+        if checked.problem:
+            raise RequestError(
+                f"{name}: {checked.problem}", remedy="encode with the tokenizer of the engine's model"
+            )  # fmt: skip
+        return checked.ids_T
 
     def _fork_point(self, request: GenerateRequest, fork: Fork, name: str, version: int) -> _Past:
         live = self.known.get(fork.parent)
@@ -162,9 +173,6 @@ class Intake:
         length, sampling, bounds = len(sequence.given_ids_T), sequence.request.sampling, self._bounds
         if length == 0:
             raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")
-        wrong = controls.problem(sampling, bounds.vocab_size)
-        if wrong:
-            raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
         if sampling.stop and not bounds.stop_strings:
             raise RequestError(
                 f"{name}: stop={sampling.stop}, but this engine has no tokenizer",
@@ -181,13 +189,4 @@ class Intake:
                 f"{name}: prompt of {length} tokens + max_new_tokens={sampling.max_new_tokens} "
                 f"exceed the cache of {bounds.num_blocks * BLOCK} tokens",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.cache_tokens",
-            )
-        self._refuse_ids(f"{name}: prompt", sequence.given_ids_T.tolist())
-
-    def _refuse_ids(self, name: str, ids: Iterable[int]) -> None:
-        outside = [token for token in ids if not 0 <= token < self._bounds.vocab_size]
-        if outside:
-            raise RequestError(
-                f"{name} holds token {outside[0]}, outside the vocabulary of {self._bounds.vocab_size}",
-                remedy="encode with the tokenizer of the engine's model",
             )

@@ -1,4 +1,7 @@
-"""What leaves the engine: the tokens of each sequence since its last chunk, with all that was recorded of them."""
+"""What leaves the engine: the tokens of each sequence since its last chunk, with all that was recorded of them.
+
+There is one list of chunks, in the order in which they were made: nothing overtakes anything.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import msgspec
 import numpy as np
 
 from headrace.engine.native.routes import Routes
-from headrace.engine.native.rows import Rows
-from headrace.engine.native.sequence import Sequence
+from headrace.engine.native.rows import Rows, gather
+from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.errors import RequestError
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
-from headrace.types.recorded import KeptSets
 
 
 class Outbox:
@@ -20,26 +22,46 @@ class Outbox:
     def __init__(self, rows: Rows, routes: Routes) -> None:
         self._rows = rows
         self._routes = routes
-        self.due: list[Chunk] = []
-        """Chunks that nobody has taken yet."""
+        self._due: list[Chunk] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether there are chunks that nobody has taken yet."""
+        return bool(self._due)
 
     def take(self) -> list[Chunk]:
-        """Those that are due."""
-        due, self.due = self.due, []
+        """The chunks that nobody has taken yet."""
+        due, self._due = self._due, []
         return due
 
-    def next(self, row: int) -> Chunk:
+    def next(self, row: int) -> None:
         """A chunk of a sequence that goes on; of one that records its routing without the newest token, whose routing
         is known only when it has been fed."""
-        return self._flush(row, all_of_it=False)
+        self._due.append(self._flush(row, all_of_it=False))
 
-    def last(self, row: int, reason: StopReason | None) -> Chunk:
-        """The chunk that ends a sequence."""
-        return msgspec.structs.replace(self._flush(row, all_of_it=True), stop_reason=reason)
+    def end(self, sequence: Sequence, reason: StopReason | None, error: RequestError | None = None) -> None:
+        """The chunk that ends a sequence, with a reason or an error."""
+        chunk = self._waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, all_of_it=True)
+        if error is None:
+            chunk = msgspec.structs.replace(chunk, stop_reason=reason)
+        else:
+            words = f"{error.problem}; {error.remedy}"
+            chunk = msgspec.structs.replace(chunk, error=words, error_kind=type(error).__name__)
+        self._due.append(chunk)
 
-    def waiting(self, sequence: Sequence, reason: StopReason | None) -> Chunk:
-        """The last chunk of one that is in no row: what it has sampled and not sent, if it had begun."""
-        answer, sampling = sequence.answer, sequence.request.sampling
+    def before_change(self, sequence: Sequence) -> None:
+        """The cached context of ``sequence``, which is in a row, is about to be lost or computed again: the routing
+        that stands beside it leaves now."""
+        row, rows = sequence.row, self._rows
+        if not rows.routed_R[row] or not rows.num_sampled(row):
+            return
+        span = rows.unsent(row, all_of_it=False)
+        if (span.stop > span.start or sequence.silent) and rows.computed_R[row] >= span.stop:
+            self._due.append(self._flush(row, all_of_it=False))
+
+    def _waiting(self, sequence: Sequence) -> Chunk:
+        """Of one that is in no row: what it has sampled and not sent, if it had begun."""
+        answer = sequence.answer
         start = 0 if answer is None else answer.num_flushed
         none = np.zeros(0, np.int32)
         return Chunk(
@@ -47,19 +69,9 @@ class Outbox:
             ids_T=none if answer is None else answer.ids_T[start:],
             logprobs_T=none.astype(np.float32) if answer is None else answer.logprobs_T[start:],
             versions_T=none if answer is None else answer.versions_T[start:],
-            kept=KeptSets.concat(sequence.kept) if sampling.record_kept else None,
+            kept=gather(sequence.kept) if sequence.request.sampling.record_kept else None,
             restarted=sequence.restarted,
-            stop_reason=reason,
         )
-
-    def before_requeue(self, sequence: Sequence) -> None:
-        """A sequence is about to lose its blocks: the routing that stands beside them leaves now."""
-        if not sequence.request.sampling.record_routing:
-            return
-        row = sequence.row
-        span = self._rows.unsent(row, all_of_it=False)
-        if span.stop > span.start and self._rows.computed_R[row] >= span.stop:
-            self.due.append(self._flush(row, all_of_it=False))
 
     def _flush(self, row: int, *, all_of_it: bool) -> Chunk:
         rows, sequence = self._rows, self._rows.sequences[row]
@@ -76,8 +88,3 @@ class Outbox:
                 changes["prompt_routing"] = self._routes.read(table, given, num_computed)
         sequence.silent = sequence.restarted = False
         return msgspec.structs.replace(chunk, **changes) if changes else chunk
-
-
-def failed(chunk: Chunk, problem: str, *, kind: type[RequestError]) -> Chunk:
-    """The last chunk of a sequence that was not to be."""
-    return msgspec.structs.replace(chunk, error=problem, error_kind=kind.__name__)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 
 class Pins:
-    """The copies. ``tensors`` are the model's: a pass under other weights points them elsewhere for its time."""
+    """At most ``most`` copies. ``tensors`` are the model's: a pass under other weights points them elsewhere for its
+    time."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], most: int) -> None:
+        self._most = most
         self._tensors = list(tensors)
         self._copies: dict[int, list[Tensor]] = {}
         self._holders: dict[int, set[int]] = {}
@@ -26,6 +29,15 @@ class Pins:
         """Of all copies."""
         each = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
         return each * len(self._copies)
+
+    def may_hold(self, version: int) -> bool:
+        """Whether there is room for ``version``, or a copy already."""
+        return version in self._copies or len(self._copies) < self._most
+
+    def move(self, device: torch.device) -> None:
+        """Keep the copies there."""
+        for version, tensors in self._copies.items():
+            self._copies[version] = [tensor.to(device) for tensor in tensors]
 
     def hold(self, version: int, holder: int) -> None:
         """``holder`` needs ``version``; its first holder must come while the model has these weights."""

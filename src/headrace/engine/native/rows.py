@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.native.blocks import blocks_for
-from headrace.engine.native.sequence import NO_ROW, Answer, Sequence
+from headrace.engine.native.sequence import NO_ROW, Answer, Kept, Sequence
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.messages.controller import Chunk
 from headrace.types.recorded import KeptSets
@@ -26,6 +26,15 @@ from headrace.types.sampling import Sampling
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _NO_ID = -1
+_NO_IDS = np.zeros(0, np.int32)
+
+
+def gather(kept: Several[Kept]) -> KeptSets:
+    """The kept-sets of some tokens, out of those of their steps."""
+    return KeptSets(
+        ids_E=np.concatenate([_NO_IDS, *[ids_E[start:end] for ids_E, start, end in kept]]),
+        sizes_T=np.array([end - start for _, start, end in kept], np.int32),
+    )
 
 
 class Follower(Protocol):
@@ -151,9 +160,17 @@ class Rows:
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
         """What the newest tokens of these rows were drawn from; ``None`` for the whole vocabulary."""
-        for place in np.flatnonzero(self._recorded_R[rows_D]).tolist():
-            one = KeptSets.none(1) if kept is None else kept[place : place + 1]
-            self.sequences[rows_D[place]].kept.append(one)
+        places = np.flatnonzero(self._recorded_R[rows_D]).tolist()
+        if not places:
+            return
+        if kept is None:
+            ids_E, ends = _NO_IDS, [0] * len(rows_D)
+            starts = ends
+        else:
+            ends_D = np.cumsum(kept.sizes_T)
+            ids_E, ends, starts = kept.ids_E, ends_D.tolist(), (ends_D - kept.sizes_T).tolist()
+        for place, row in zip(places, rows_D[places].tolist(), strict=True):
+            self.sequences[row].kept.append((ids_E, starts[place], ends[place]))
 
     def stopped(self, rows_D: Index) -> Flags:
         """Which of these rows' newest tokens end them."""
@@ -206,7 +223,7 @@ class Rows:
         sequence = self.sequences[row]
         self._flushed_R[row] = span.stop
         count = span.stop - span.start
-        kept = KeptSets.concat(sequence.kept[:count]) if self._recorded_R[row] else None
+        kept = gather(sequence.kept[:count]) if self._recorded_R[row] else None
         del sequence.kept[:count]
         return Chunk(
             request_id=sequence.request.request_id,

@@ -8,13 +8,14 @@ By rank means: higher priority first, then order of arrival; a sequence that was
 stands before all that came after it. Nobody overtakes whom does not fit yet: nobody starves. A sequence joins with all
 the blocks that its tokens and one more need. When a row that decodes finds no free block, the row of the last rank goes
 back to wait, and in that step nobody joins. The row of the first rank therefore always moves on.
+Only who is to stay under the weights it begins with may have to step aside, and others overtake it: while weights are
+exchanged, and while as many older ones are kept as may be.
 
 Shape legend: R rows of the step.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import numpy as np
 from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
 from headrace.types.versions import NOT_SAMPLED
@@ -65,15 +67,26 @@ class _Claim:
 
 
 class Scheduler:
-    """The queue in front of the rows. ``on_leave`` hears of each sequence that is about to go back to the queue."""
+    """The queue in front of the rows. ``before_change`` hears of each sequence whose cached context is about to be lost
+    or computed again, unless it ends; ``may_pin`` says whether a sequence may stay under the present weights."""
 
-    def __init__(self, rows: Rows, pool: BlockPool, max_step_tokens: int, on_leave: Callable[[Sequence], None]) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        pool: BlockPool,
+        max_step_tokens: int,
+        before_change: Callable[[Sequence], None],
+        may_pin: Callable[[], bool],
+    ) -> None:
         self._rows = rows
         self._pool = pool
         self._max_step_tokens = max_step_tokens
-        self._on_leave = on_leave
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._held: list[Sequence] | None = None
+        self._before_change = before_change
+        self._may_pin = may_pin
+        self._waiting = Waiting()
+        self._held: dict[int, Sequence] | None = None
+        self._aside: dict[int, Sequence] = {}
+        self._stuck: tuple[int, int] | None = None  # who did not fit, and how many blocks there were
         self._decoding: Index = np.zeros(0, np.int64)
         self._dirty: list[int] = []
         self.version = NOT_SAMPLED
@@ -87,53 +100,52 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that are in no row."""
-        return len(self._waiting) + len(self._held or ())
+        return len(self._waiting) + len(self._held or ()) + len(self._aside)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in a row or may join one."""
-        return not (self._rows.count or self._waiting)
+        return not (self._rows.count or self._waiting or (self._aside and self._may_pin()))
 
     def waiting(self) -> list[Sequence]:
         """All sequences that are in no row."""
-        return [sequence for _, sequence in self._waiting] + list(self._held or ())
+        return [*self._waiting, *self._aside.values(), *(self._held or {}).values()]
 
     def begun(self) -> list[Sequence]:
         """All sequences in rows, and those that had been."""
-        return self._rows.sequences + [sequence for sequence in self.waiting() if sequence.answer is not None]
+        return self._rows.sequences + self._waiting.begun()
 
     def add(self, sequence: Sequence) -> None:
         """Let ``sequence`` wait."""
         if self._held is not None and sequence.answer is None:
-            self._held.append(sequence)
+            self._held[sequence.arrival] = sequence
         else:
-            heapq.heappush(self._waiting, (sequence.rank, sequence))
+            self._waiting.add(sequence)
 
     def hold(self, *, everyone: bool) -> None:
         """From now on nobody new may join until :meth:`open`; nor may, with ``everyone``, those who wait now and have
         not begun."""
-        self._held = []
+        self._held = {}
         if everyone:
-            waiting, self._waiting = self.waiting(), []
+            waiting, self._waiting, self._aside = self.waiting(), Waiting(), {}
             for sequence in waiting:
                 self.add(sequence)
 
     def open(self) -> None:
         """Everyone may join again."""
-        held, self._held = self._held or [], None
-        for sequence in held:
+        held, self._held = self._held or {}, None
+        for sequence in held.values():
             self.add(sequence)
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
         """Forget these, wherever they are."""
         gone = list(sequences)
         self.leave([sequence.row for sequence in gone if sequence.row != NO_ROW])
-        unborn = {id(sequence) for sequence in gone if sequence.row == NO_ROW}
-        if unborn:
-            self._waiting = [entry for entry in self._waiting if id(entry[1]) not in unborn]
-            heapq.heapify(self._waiting)
+        for sequence in gone:
+            self._waiting.remove(sequence)
+            self._aside.pop(sequence.arrival, None)
             if self._held is not None:
-                self._held = [sequence for sequence in self._held if id(sequence) not in unborn]
+                self._held.pop(sequence.arrival, None)
 
     def leave(self, rows: list[int] | Index) -> None:
         """Free these rows and their blocks."""
@@ -153,20 +165,39 @@ class Scheduler:
 
     def requeue(self, sequence: Sequence) -> int:
         """Back from its row to the queue, with its answer; how many computed tokens that costs."""
-        self._on_leave(sequence)
+        self._before_change(sequence)
         row = sequence.row
         lost = int(self._rows.computed_R[row])
         sequence.answer = self._rows.answer(row)
         self.leave([row])
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._waiting.add(sequence)
         return lost
 
     def recompute(self, sequence: Sequence) -> int:
         """Have its context computed again in its own blocks; how many tokens that is."""
+        self._before_change(sequence)
         lost = int(self._rows.computed_R[sequence.row])
         self._rows.computed_R[sequence.row] = 0
         sequence.chain = Chain(self.version, sequence.salt)
         return lost
+
+    def borrow(self, count: int) -> list[int]:
+        """So many blocks of the pool, which has them; the rows of the last ranks make room."""
+        while True:
+            blocks = self._pool.take(count)
+            if blocks is not None:
+                return blocks
+            self._preempt_last()
+
+    def give_back(self, blocks: list[int]) -> None:
+        """They were borrowed; what is in them may be anything."""
+        self._pool.taint(blocks)
+        self._pool.release(blocks)
+        self._dirty += self._pool.take_dirty()
+
+    def _preempt_last(self) -> None:
+        self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
+        self.num_preempted += 1
 
     def schedule(self) -> Schedule:
         """Decide the next step. It computes something as long as anything is in a row or may join one."""
@@ -185,11 +216,12 @@ class Scheduler:
             if not rows.computed_R[row]:
                 self._share_again(row)
             budget -= self._piece(row, budget, later)
-        while not crowded and budget > 0 and self._waiting and rows.count < rows.num_rows:
-            claim = self._claim(self._waiting[0][1])
-            if claim is None:
+        self._call_back()
+        while not crowded and budget > 0 and rows.count < rows.num_rows:
+            joined = self._join_first()
+            if joined is None:
                 break
-            row = self._join(claim)
+            row, claim = joined
             copies += [claim.copy] if claim.copy is not None else []
             budget -= self._piece(row, budget, later)
         if not later:
@@ -217,8 +249,7 @@ class Scheduler:
                 if fresh is not None:
                     rows.extend(sequence.row, fresh)
                     break
-                self.requeue(rows.sequences[rows.by_rank(np.arange(rows.count))[-1]])
-                self.num_preempted += 1
+                self._preempt_last()
                 crowded = True
         return crowded
 
@@ -249,9 +280,28 @@ class Scheduler:
         rows.tables_RB[row, : len(blocks)] = blocks
         rows.computed_R[row] = len(blocks) * BLOCK
 
-    def _join(self, claim: _Claim) -> int:
-        """The first of the queue takes the next row."""
-        sequence = heapq.heappop(self._waiting)[1]
+    def _call_back(self) -> None:
+        """Who stepped aside may wait with the others again, if nothing speaks against it any more."""
+        if self._aside and self._may_pin():
+            for sequence in self._aside.values():
+                self._waiting.add(sequence)
+            self._aside = {}
+
+    def _join_first(self) -> tuple[int, _Claim] | None:
+        """The first of the queue that need not step aside takes the next row, and this is what it begins with; ``None``
+        if there is nobody, or no room."""
+        while self._waiting:
+            sequence = self._waiting.first()
+            if sequence.request.pinned and sequence.pin is None and not self._may_pin():
+                self._waiting.remove(sequence)
+                self._aside[sequence.arrival] = sequence
+                continue
+            claim = self._claim(sequence)
+            return None if claim is None else (self._join(sequence, claim), claim)
+        return None
+
+    def _join(self, sequence: Sequence, claim: _Claim) -> int:
+        self._waiting.remove(sequence)
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
             self.cached_tokens += claim.num_cached
@@ -263,14 +313,26 @@ class Scheduler:
 
     def _claim(self, sequence: Sequence) -> _Claim | None:
         """Blocks for all tokens of ``sequence`` and one more; ``None`` while there are not enough."""
+        before = self._pool.available
+        if self._rows.count and self._stuck is not None:
+            arrival, then = self._stuck
+            if arrival == sequence.arrival and before <= then:
+                return None
+        claim = self._try_claim(sequence)
+        self._stuck = (sequence.arrival, before) if claim is None else None
+        return claim
+
+    def _try_claim(self, sequence: Sequence) -> _Claim | None:
         ids_T = sequence.ids()
         needed = blocks_for(min(len(ids_T) + 1, sequence.longest - 1))
         version = self.version if sequence.pin is None else sequence.pin
         claim = self._fork(sequence, ids_T, version)
         if claim is None:
             chain = Chain(version, sequence.salt)
-            table = self._pool.match(chain, ids_T)
-            claim = _Claim(table=table, num_cached=len(table) * BLOCK, chain=chain)
+            claimed = self._pool.claim(chain, ids_T, needed)
+            if claimed is None:
+                return None
+            return _Claim(table=claimed[0], num_cached=claimed[1] * BLOCK, chain=chain)
         fresh = self._pool.take(needed - len(claim.table))
         if fresh is None:
             self._pool.release(claim.table)

@@ -1,4 +1,4 @@
-"""Logprobs of tokens that are given: one prefill over a cache of its own, piece by piece, so that memory is bounded.
+"""Logprobs of tokens that are given: one prefill, piece by piece, in blocks of the engine's cache.
 
 Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece.
 """
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.engine.native.blocks import blocks_for
+from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
 from headrace.errors import ModelError, RequestError
 from headrace.models.attention import forward
-from headrace.models.paged.base import AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
-from headrace.models.routing import RoutingReplay, find_routing
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
+from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
 from headrace.types.columns import FloatColumn
 from headrace.types.messages.engine import Score
 from headrace.types.recorded import KeptSets, Routing
@@ -33,34 +34,41 @@ class Scorer:
     """Scores under the weights that the model has at the time."""
 
     def __init__(
-        self, model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, exact: LogSoftmax | None
+        self, model: PreTrainedModel, cache: PagedCache, maker: AttentionMaker, exact: LogSoftmax | None
     ) -> None:
         self._model = model
         self._exact = exact
-        self._shapes = shapes
+        self._cache = cache
         self._maker = maker
         self._replay: Replay | None = None
+        self._routed_model: RoutedModel | None = None
 
-    def score(self, request: Score, vocab_size: int) -> FloatColumn:
-        """See :meth:`~headrace.engine.base.EngineCore.score`: the first token's is 0."""
+    def blocks(self, request: Score, vocab_size: int) -> int:
+        """How many blocks :meth:`score` needs. Raises :class:`~headrace.errors.RequestError` for what it cannot
+        score."""
         self._refuse_if_unfit(request, vocab_size)
+        return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
+
+    def score(self, request: Score, table: list[int], vocab_size: int) -> FloatColumn:
+        """See :meth:`~headrace.engine.base.EngineCore.score`: the first token's is 0. ``table`` are the blocks."""
         logprobs_T = np.zeros(len(request.ids_T), np.float32)
         device, total = self._model.device, len(request.ids_T) - 1
         if total < 1:
             return logprobs_T
-        cache = PagedCache(self._shapes, blocks_for(total), dtype=self._model.dtype, device=device)
         ids_T = torch.from_numpy(np.asarray(request.ids_T, np.int64)).to(device)
         piece = max(16, min(2048, _LOGITS // vocab_size))
         for start in range(0, total, piece):
             end = min(start + piece, total)
             geometry = Geometry(
-                tables_RB=np.arange(cache.num_blocks, dtype=np.int32)[None],
+                tables_RB=np.array([table], np.int32),
                 starts_R=np.array([start]),
                 counts_R=np.array([end - start]),
                 num_decode=0,
             )
             with torch.inference_mode(), self._routed(request.routing, slice(start, end)):
-                logits_NV = forward(self._model, ids_T[start:end], PagedPlan(cache, geometry, self._maker, device))
+                logits_NV = forward(
+                    self._model, ids_T[start:end], PagedPlan(self._cache, geometry, self._maker, device)
+                )
                 kept = None if request.kept is None else request.kept[start + 1 : end + 1]
                 scaled_NV = logits_NV.float() / request.temperature
                 logprobs_N = self._logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)
@@ -79,21 +87,26 @@ class Scorer:
 
     def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
         ids_T, longest = request.ids_T, self._model.config.max_position_embeddings
-        if len(ids_T) and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < vocab_size:
-            problem = f"ids from {ids_T.min()} to {ids_T.max()}, but the vocabulary has {vocab_size}"
+        problem = score_problem(request, vocab_size)
+        if problem:
+            pass
         elif len(ids_T) > longest:
             problem = f"{len(ids_T)} tokens, but the model's context is {longest}"
-        elif not (np.isfinite(request.temperature) and request.temperature > 0):
-            problem = f"temperature={request.temperature} is not a number > 0"
-        else:
-            problem = (request.kept and request.kept.problem(ids_T)) or ""
-            problem = problem or (request.routing and request.routing.problem(len(ids_T))) or ""
-            problem = problem or self._open_replay(request.routing)
+        elif blocks_for(len(ids_T) - 1) > self._cache.num_blocks:
+            problem = f"{len(ids_T)} tokens, but the cache has room for {self._cache.num_blocks * BLOCK}"
+        elif request.routing is not None:
+            problem = self._open_replay() or self._routing_problem(request.routing, len(ids_T))
         if problem:
             raise RequestError(f"tokens to score: {problem}", remedy="score what this model could have sampled")
 
-    def _open_replay(self, routing: Routing | None) -> str:
-        if routing is None or self._replay is not None:
+    def _routing_problem(self, routing: Routing, count: int) -> str:
+        assert self._routed_model is not None
+        if routing.known_T.ndim != 1 or routing.known_T.dtype != np.bool_:
+            return f"routing of shape {routing.known_T.shape} and dtype {routing.known_T.dtype} for {count} tokens"
+        return routing.problem(count) or self._routed_model.problem(routing.experts_RLK)
+
+    def _open_replay(self) -> str:
+        if self._replay is not None:
             return ""
         try:
             routed = find_routing(self._model)
@@ -101,7 +114,7 @@ class Scorer:
             return error.problem
         if routed is None:
             return "they come with routing, but the model has no experts"
-        self._replay = RoutingReplay(routed)
+        self._replay, self._routed_model = RoutingReplay(routed), routed
         return ""
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from headrace.engine.native.blocks import Chain
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.messages.engine import GenerateRequest
-from headrace.types.recorded import KeptSets
 from headrace.types.versions import NOT_SAMPLED
 
 NO_ROW = -1
+Kept = tuple[IntColumn, int, int]
+"""Where a token's kept-set stands: the ids of all that were drawn in its step, and from where to where."""
 WITH_ROUTING = 1
 """The salt of blocks beside which routing is stored."""
 
@@ -62,7 +63,7 @@ class Sequence:
     insists: int | None = None
     """Of a fork that has not joined, and that other weights than those of its parent's cache must not go on with: their
     version; else ``None``."""
-    kept: list[KeptSets] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
     """One per token since the last chunk, if it records them."""
     silent: bool = True
     """No chunk of it has been sent since it began."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.types.columns import IntColumn
+from headrace.types.sampling import Sampling
 
 _INCOMPLETE = "\ufffd"
 _LONGEST = 24
@@ -31,6 +32,8 @@ class _Row:
     window: list[int] = field(default_factory=list)
     text: str = ""
     """Of the window."""
+    given: int = 0
+    """Characters of tail and text that were there when it joined: a string that ends among them counts no more."""
 
 
 class Stops:
@@ -50,12 +53,14 @@ class Stops:
         self._rows: dict[int, _Row] = {}
 
     def join(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
-        """A sequence takes ``row``; ``answer_ids_T`` is what it has sampled before."""
+        """A sequence takes ``row``; ``answer_ids_T`` is what it has sampled before: a string may begin there, but not
+        end."""
         self._rows.pop(row, None)
         if strings:
-            self._rows[row] = _Row(strings=tuple(strings))
+            state = self._rows[row] = _Row(strings=tuple(strings))
             for token in answer_ids_T:
                 self.push(row, int(token))
+            state.given = len(state.tail + state.text.rstrip(_INCOMPLETE))
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
         """Rows have left: those of ``sources`` take the places of ``targets``; ``count`` are in use now."""
@@ -68,29 +73,21 @@ class Stops:
             del self._rows[row]
 
     def push(self, row: int, token: int) -> bool:
-        """Append a token to ``row``; whether its text now holds one of the strings."""
+        """Append a token to ``row``; whether one of the strings now ends in the text since it joined."""
         state = self._rows.get(row)
         if state is None:
             return False
         state.window.append(token)
         text = self._decode(state.window)
-        if text == state.text and not text.endswith(_INCOMPLETE):
+        if text and text == state.text and not text.endswith(_INCOMPLETE):  # at the start: maybe a space, not shown yet
             state.window.pop()  # it has no text of its own
             return False
         state.text = text
         final = state.tail + text.rstrip(_INCOMPLETE)
-        if any(string in final for string in state.strings):
-            return True
+        ended = any(final.find(string, max(0, state.given - len(string) + 1)) >= 0 for string in state.strings)
         if len(state.window) >= _LONGEST:
             self._shorten(state)
-        return False
-
-    def push_all(self, ids_R: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Append a token to every row; the rows whose text now holds one of their strings."""
-        ended_R = np.zeros(len(ids_R), bool)
-        for row in self._rows:
-            ended_R[row] = self.push(row, int(ids_R[row]))
-        return ended_R
+        return ended
 
     def _shorten(self, state: _Row) -> None:
         window = state.window[-_SHORTEST:]
@@ -98,5 +95,17 @@ class Stops:
         if state.text.endswith(text):
             needed = max(map(len, state.strings)) - 1
             before = state.tail + state.text[: len(state.text) - len(text)]
-            state.tail = before[len(before) - needed :] if needed < len(before) else before
+            cut = max(0, len(before) - needed)
+            state.tail, state.given = before[cut:], max(0, state.given - cut)
             state.window, state.text = window, text
+
+
+class StopsFollower:
+    """Tells :class:`Stops` who is in which row."""
+
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops
+        self.move = stops.move
+
+    def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        self._stops.join(row, sampling.stop, answer_ids_T)

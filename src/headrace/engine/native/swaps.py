@@ -108,12 +108,15 @@ class Swaps:
             return
         assert self._pending is not None
         started_s = self._clock.now()
-        # a sequence that is to stay under the weights it begins with must not begin under mixed ones
-        hurry = any(sequence.request.pinned and sequence.pin is None for sequence in self._scheduler.waiting())
-        if hurry or next(self._pending.parts, False) is False:
+        if next(self._pending.parts, False) is False:
             self._swap(started_s)
         else:
             self._pending.gap_s += self._clock.now() - started_s
+
+    def finish(self) -> None:
+        """Exchange at once what is still to be exchanged."""
+        if self.streaming:
+            self._swap(self._clock.now())
 
     def settle(self) -> None:
         """A step has run, or something has left: what waited for that may happen now."""

@@ -57,7 +57,7 @@ async def understand(request: Request, service: Service) -> Job:
     body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
     prompts.check_body(body, service.terms)
     loop, words = asyncio.get_running_loop(), service.words
-    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, words)
+    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, words, service.terms)
     asked = prompts.choices(body, ids, words, service.terms)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = Head(

@@ -179,8 +179,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
     path = shown(request.url.path)
     known = "GET /health, /metrics, /v1/models; POST " + ", ".join(COMPLETIONS)
     problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
-    refusal = Refusal(problem, remedy=f"known: {known}", status=error.status_code, code="not_found")
-    return refusal.response()
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return Refusal(problem, remedy=f"known: {known}", status=error.status_code, code=code).response()
 
 
 async def _broken(_: Request, error: Exception) -> Response:

@@ -24,7 +24,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app = app
-        self._token = token.encode()
+        self._token = token.encode(errors="surrogateescape")  # the bytes that were given, whatever they mean
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
@@ -45,9 +45,10 @@ class Gate:
                 status=403,
                 code="host_not_allowed",
             )
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(given.strip().encode(), self._token)
-        if kind.lower() == "bearer" and is_right:
+        header = headers.get("authorization", "").encode("latin-1")  # its bytes: a token may be any text
+        kind, _, given = header.partition(b" ")
+        is_right = hmac.compare_digest(given.strip(), self._token)
+        if kind.lower() == b"bearer" and is_right:
             return None
         return Refusal(
             "the request carries no token" if not given else "the request's token is wrong",

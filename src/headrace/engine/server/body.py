@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pydantic_core
@@ -31,6 +32,7 @@ async def read_object(request: Request, limits: ServeSection) -> dict[str, Any]:
         ) from None
     try:
         tree = pydantic_core.from_json(data, allow_inf_nan=False)
+        json.loads(data, object_pairs_hook=_refuse_twice, parse_int=str, parse_float=str)
     except ValueError as error:
         raise Refusal(f"the body is not JSON: {error}", remedy="send one JSON object", code="invalid_json") from None
     if not isinstance(tree, dict):
@@ -38,6 +40,20 @@ async def read_object(request: Request, limits: ServeSection) -> dict[str, Any]:
             f"the body is {shown(tree)}, not an object", remedy="send one JSON object: {...}", code="invalid_json"
         )
     return {name: value for name, value in tree.items() if value is not None}
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
+    """The parser above takes the last of two values of one name; which one was meant nobody knows."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise Refusal(
+                f"{shown(name)} is there twice in one object",
+                remedy="give it once",
+                param=name[:100],
+                code="invalid_json",
+            )
+        seen.add(name)
 
 
 async def _read(request: Request, limit: int) -> bytes:

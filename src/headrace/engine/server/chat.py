@@ -25,13 +25,20 @@ class Words:
         self.stop_ids = stop_ids
         """The model's own ends of sequence."""
         self.has_template = tokenizer.chat_template is not None
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        """Characters of text that a token stands for, at most."""
 
     def encode(self, text: str) -> list[int]:
         """A prompt as it is, with what the tokenizer itself puts around it."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> list[int]:
+    def encode_rendered(self, text: str) -> list[int]:
+        """What the chat template made: what goes around it is there."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
         """A conversation under the chat template, ready for the assistant's turn."""
         if not self.has_template:
             raise Refusal(
@@ -48,8 +55,10 @@ class Words:
                 param="chat_template_kwargs",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **variables
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **variables
+                )
             )
         except _TEMPLATE_ERRORS as error:
             raise Refusal(
@@ -58,12 +67,15 @@ class Words:
                 param="messages",
                 code="chat_template_error",
             ) from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)  # the template has them
-        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, and nothing tidied."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text with special tokens, in which the engine looks for stop strings."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def spell(self, token: int) -> str:

@@ -28,10 +28,21 @@ class ServeSection(Section):
     """Most tokens that a choice may ask for; unset: the engine's context."""
     max_sequences: int = Field(default=1024, ge=1)
     """Most choices at once, running or waiting, of all requests; beyond, requests are told to come back later."""
+    max_priority: int = Field(default=0, ge=0, le=2**31 - 1)
+    """The highest priority that a request may ask for; lower ones anybody may."""
+    idle_timeout_s: int = Field(default=30, ge=1)
+    """A connection that brings no request for so long, or takes nothing of its answer, is cut."""
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest wait for a request's body."""
     grace_s: float = Field(default=10.0, ge=0)
     """After Ctrl-C, how long running requests may go on before they end with what they have."""
+
+
+class ServeEngineConfig(EngineConfig):
+    """The engine of a server: readers of streams wait for each token."""
+
+    flush_tokens: int = Field(default=1, ge=1)
+    """Tokens of a choice that travel together."""
 
 
 class ServeConfig(Section):
@@ -39,7 +50,7 @@ class ServeConfig(Section):
 
     model: ModelConfig
     """Which model is served."""
-    engine: EngineConfig = EngineConfig()
+    engine: ServeEngineConfig = ServeEngineConfig()
     """How its completions are sampled."""
     serve: ServeSection = ServeSection()
     """Where, and within which limits."""

@@ -13,6 +13,7 @@ from headrace.engine.server.run import Loaded
 from headrace.errors import WeightsError
 from headrace.models.endings import stop_ids
 from headrace.models.load import context_length, load_model, load_tokenizer
+from headrace.models.paged.base import BLOCK
 from headrace.types.versions import INITIAL
 from headrace.types.weights import WeightUpdate
 
@@ -51,10 +52,11 @@ def load(config: ServeConfig, *, device: str, clock: Clock) -> Loaded:
         max_context=max_context,
         receiver=LoadedWeights(),
         clock=clock,
-        decode=words.decode,
+        decode=words.decode_all,
     )
     core.commit(INITIAL)
-    return Loaded(core=core, words=words, name=model_name(config), max_context=max_context)
+    fits = min(max_context, core.stats().cache_blocks * BLOCK)
+    return Loaded(core=core, words=words, name=model_name(config), max_context=fits)
 
 
 def model_name(config: ServeConfig) -> str:

@@ -46,6 +46,18 @@ def check_body(body: AnyBody, terms: Terms) -> None:
     limits = terms.limits
     if body.n > limits.max_n:
         raise Refusal(f"n={body.n} is more than {limits.max_n}", remedy=f"ask for n <= {limits.max_n}", param="n")
+    if body.priority > limits.max_priority:
+        raise Refusal(
+            f"priority={body.priority} is more than {limits.max_priority}",
+            remedy=f"ask for priority <= {limits.max_priority}, or raise serve.max_priority",
+            param="priority",
+        )
+    if "stream_options" in body.model_fields_set and not body.stream:
+        raise Refusal(
+            "stream_options is given, and the answer is no stream",
+            remedy="set stream=true, or leave stream_options out",
+            param="stream_options",
+        )
     count = body.n * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
     if count > limits.max_sequences:
         raise Refusal(
@@ -66,10 +78,15 @@ def check_body(body: AnyBody, terms: Terms) -> None:
         )
 
 
-def encode(body: AnyBody, words: Words) -> list[list[int]]:
-    """The prompts of ``body`` as token ids."""
+def encode(body: AnyBody, words: Words, terms: Terms) -> list[list[int]]:
+    """The prompts of ``body`` as token ids; what cannot fit the context is refused before it is encoded."""
     if isinstance(body, ChatBody):
-        return [words.encode_chat([message.plain() for message in body.messages], body.chat_template_kwargs)]
+        text = words.render([message.plain() for message in body.messages], body.chat_template_kwargs)
+        _refuse_long(text, "messages", words, terms)
+        return [words.encode_rendered(text)]
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            _refuse_long(prompt, "prompt", words, terms)
     return [words.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
@@ -85,6 +102,18 @@ def choices(body: AnyBody, prompts: list[list[int]], words: Words, terms: Terms)
             sampling = _sampling(body, words, max_new_tokens, seed + len(asked))
             asked.append(Asked(index=len(asked), prompt_ids_T=ids_T, sampling=sampling, options=options))
     return asked
+
+
+def _refuse_long(text: str, param: str, words: Words, terms: Terms) -> None:
+    longest = terms.max_context * words.longest_token
+    if len(text) > longest:
+        raise Refusal(
+            f"{param} of {len(text)} characters exceeds the context of {terms.max_context} tokens: no token stands for "
+            f"more than {words.longest_token} characters",
+            remedy="shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def _check_completion(body: CompletionBody, limits: ServeSection) -> None:
@@ -133,7 +162,7 @@ def _room(body: AnyBody, length: int, terms: Terms) -> int:
     if left < max(1, asked or 0):
         raise Refusal(
             f"{param} of {length} tokens + max_tokens={asked or 1} exceed the context of {terms.max_context} tokens",
-            remedy="shorten the prompt, lower max_tokens, or raise engine.max_context",
+            remedy="shorten the prompt, lower max_tokens, or raise engine.max_context and engine.cache_tokens",
             param=param,
             code="context_length_exceeded",
         )

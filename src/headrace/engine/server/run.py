@@ -25,6 +25,7 @@ from headrace.engine.server.app import State, make_app
 from headrace.engine.server.auth import refuse_open_door
 from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeSection
+from headrace.engine.server.connection import Connection
 from headrace.engine.server.prompts import Terms
 from headrace.errors import ConfigError
 
@@ -41,7 +42,7 @@ class Loaded:
     words: Words
     name: str
     max_context: int
-    """Longest prompt plus choice, in tokens."""
+    """Longest prompt plus choice, in tokens: of the context, or of the cache where that holds less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,8 @@ class Events:
     """The server's URL; the model is not there yet."""
     serving: Callable[[str, Loaded], None]
     """Its URL, and what it serves."""
+    ending: Callable[[int], None]
+    """It has been told to end, and this many requests are open."""
 
 
 def serve(
@@ -101,6 +104,8 @@ class _Server:
             access_log=False,
             log_level="warning",
             server_header=False,
+            http=Connection,
+            timeout_keep_alive=limits.idle_timeout_s,
             limit_concurrency=limits.max_sequences + 1024,
             timeout_graceful_shutdown=int(limits.grace_s + LAST_RESORT_S),
         )
@@ -143,6 +148,7 @@ class _Server:
     def _drain(self) -> None:
         """Nothing new begins; what still runs after the grace period ends with what it has."""
         self._state.draining = True
+        self._events.ending(len(self._uvicorn.server_state.tasks))
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._limits.grace_s, self._engine.withdraw_all)
 

@@ -7,7 +7,7 @@ refused unless they ask for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 from pydantic import Field, PlainValidator
@@ -167,25 +167,40 @@ class CompletionBody(Body):
     """0 for the logprob of each sampled token; the most likely others are not known."""
 
 
-class TextPart(_Strict):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
+def _read_content(value: object) -> str:
+    """A text, or the texts of several parts as one."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        texts = [part.get("text") for part in value if isinstance(part, dict) and part.keys() == {"type", "text"}]
+        strings = [text for text in texts if isinstance(text, str)]
+        if len(strings) == len(value) and all(part["type"] == "text" for part in value):
+            return "".join(strings)
+    raise PydanticCustomError(
+        "content", 'expected a text, or a list of {"type": "text", "text": ...}: this server reads text alone'
+    )
 
 
 class Message(_Strict):
     """A message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
+    content: Annotated[str, PlainValidator(_read_content)]
     name: str | None = None
     """Handed to the chat template."""
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        """A field that is ``null`` is as if not there; an assistant may have said nothing."""
+        if not isinstance(value, dict):
+            return value
+        said = {name: part for name, part in value.items() if part is not None}
+        return {"content": "", **said} if said.get("role") == "assistant" else said
+
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+        return {"role": self.role, "content": self.content, **({"name": self.name} if self.name else {})}
 
 
 class ChatBody(Body):

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.engine.chunks import generate_request, token_chunk
+from headrace.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
@@ -37,10 +38,13 @@ class EngineClient(Peer):
         self._streams: dict[int, asyncio.Queue[Chunk | Exception]] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
+        self._closed: ComponentDied | None = None
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        if self._closed is not None:
+            raise self._closed
         request_id = next(self._request_ids)
         stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
         self._streams[request_id] = stream
@@ -49,14 +53,14 @@ class EngineClient(Peer):
         try:
             while not ended:
                 chunk = await stream.get()
-                if isinstance(chunk, Exception):  # the engine has never heard of the request
+                if isinstance(chunk, Exception):  # the engine has never heard of the request, or is no more
                     ended = True
                     raise chunk
                 ended = chunk.stop_reason is not None or bool(chunk.error)
                 yield token_chunk(chunk)
         finally:
             del self._streams[request_id]
-            if not ended:
+            if not ended and self._closed is None:
                 self.send(Abort(request_ids=(request_id,)))
 
     async def stage(self, update: WeightUpdate) -> float:
@@ -96,6 +100,15 @@ class EngineClient(Peer):
     def stats(self) -> EngineStats:
         return self._stats
 
+    def close(self) -> None:
+        """Close the channel; whoever reads a stream hears of it."""
+        self._closed = ComponentDied(
+            f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
+        )
+        for stream in self._streams.values():
+            stream.put_nowait(self._closed)
+        super().close()
+
     def handle(self, message: Any) -> None:
         if not isinstance(message, Chunks):
             super().handle(message)
@@ -117,6 +130,8 @@ class EngineClient(Peer):
 
     def _flush(self) -> None:
         requests, self._unsent = tuple(self._unsent), []
+        if self._closed is not None:  # their readers have heard
+            return
         try:
             self.send(Generate(requests=requests))
         except Exception as error:  # noqa: BLE001 - a callback of the event loop: whoever waits must hear of it

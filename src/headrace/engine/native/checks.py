@@ -1,0 +1,134 @@
+"""Every number of a request, cast and bounded once, before anything else sees it: what passes here fits every column.
+
+Messages come from other processes and programs, so nothing is taken for granted: not the width of an integer, not that
+a number is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.config import LEAST_TEMPERATURE
+from headrace.types.columns import IntColumn
+from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.recorded import KeptSets
+from headrace.types.sampling import Sampling
+
+MAX_STOP_STRINGS = 64
+"""Most stop strings of one request."""
+MAX_STOP_IDS = 1024
+"""Most stop ids of one request."""
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_INT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """Ids that fit, or why they do not."""
+
+    ids_T: IntColumn
+    problem: str = ""
+
+
+def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_size: int) -> Checked:
+    """A list of tokens as a column.
+
+    >>> check_ids("prompt", [3, 2**40], 100).problem
+    'prompt holds token 1099511627776, outside the vocabulary of 100'
+    """
+    none = np.zeros(0, np.int32)
+    array = np.asarray(ids)
+    if array.size == 0 and array.ndim == 1:
+        return Checked(ids_T=none)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        return Checked(ids_T=none, problem=f"{name} has shape {array.shape} and dtype {array.dtype}, not a row of ids")
+    for extreme in (int(array.min()), int(array.max())):
+        if not 0 <= extreme < vocab_size:
+            return Checked(
+                ids_T=none, problem=f"{name} holds token {extreme}, outside the vocabulary of {vocab_size}"
+            )  # fmt: skip
+    return Checked(ids_T=array.astype(np.int32))
+
+
+def request_problem(request: GenerateRequest, vocab_size: int) -> str:
+    """Why ``request`` cannot be served, its prompt aside, in words; empty if it can."""
+    if abs(request.priority) > _LARGEST_INT:
+        return f"priority={request.priority} is not within ±{_LARGEST_INT}"
+    if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
+        return f"deadline_s={request.deadline_s} is not a finite number > 0"
+    return sampling_problem(request.sampling, vocab_size)
+
+
+def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
+    """Why ``sampling`` cannot be done, in words; empty if it can.
+
+    >>> sampling_problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
+    'top_p=0.0 is not in (0, 1]'
+    """
+    return next(_problems(sampling, vocab_size), "")
+
+
+def score_problem(request: Score, vocab_size: int) -> str:
+    """Why ``request`` cannot be scored, its routing aside, in words; empty if it can."""
+    checked = check_ids("ids_T", request.ids_T, vocab_size)
+    if checked.problem:
+        return checked.problem
+    if not LEAST_TEMPERATURE <= request.temperature <= _LARGEST:
+        return f"temperature={request.temperature} is not a number >= {LEAST_TEMPERATURE}"
+    return "" if request.kept is None else _kept_problem(request.kept, checked.ids_T, vocab_size)
+
+
+def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
+    sizes = np.asarray(kept.sizes_T)
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
+        return f"the sizes of the kept-sets have shape {sizes.shape} and dtype {sizes.dtype}"
+    if sizes.size and not 0 <= int(sizes.min()) <= int(sizes.max()) <= vocab_size:
+        return f"the sizes of the kept-sets run from {sizes.min()} to {sizes.max()}, of a vocabulary of {vocab_size}"
+    return check_ids("a kept-set", kept.ids_E, vocab_size).problem or kept.problem(ids_T)
+
+
+def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
+    if sampling.max_new_tokens < 1:
+        yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
+    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not _fits(getattr(sampling, name)):
+            yield f"{name}={getattr(sampling, name)} is not a finite number of 32 bits"
+    if sampling.temperature < 0:
+        yield f"temperature={sampling.temperature} is not >= 0 (0 takes the most likely token)"
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        yield f"temperature={sampling.temperature} is neither 0 (the most likely token) nor >= {LEAST_TEMPERATURE}"
+    if not np.float32(sampling.repetition_penalty) > 0:
+        yield f"repetition_penalty={sampling.repetition_penalty} is not > 0"
+    if not 0 <= sampling.top_k <= _LARGEST_INT:
+        yield f"top_k={sampling.top_k} is not >= 0 (0 for all tokens) and <= {_LARGEST_INT}"
+    if not 0 < sampling.top_p <= 1:
+        yield f"top_p={sampling.top_p} is not in (0, 1]"
+    if not 0 <= sampling.min_p <= 1:
+        yield f"min_p={sampling.min_p} is not in [0, 1]"
+    for name, ids in (("logit_bias", sampling.logit_bias), ("stop_ids", sampling.stop_ids)):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            yield f"{name} holds token {outside[0]}, outside the vocabulary of {vocab_size}"
+    unsound = [token for token, bias in sampling.logit_bias.items() if not _fits(bias)]
+    if unsound:
+        yield f"logit_bias of token {unsound[0]} is {sampling.logit_bias[unsound[0]]}, not a finite number of 32 bits"
+    yield from _stop_problems(sampling)
+
+
+def _stop_problems(sampling: Sampling) -> Iterator[str]:
+    if "" in sampling.stop:
+        yield "stop holds an empty string"
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        yield f"stop holds {len(sampling.stop)} strings, more than {MAX_STOP_STRINGS}"
+    if len(sampling.stop_ids) > MAX_STOP_IDS:
+        yield f"stop_ids holds {len(sampling.stop_ids)} ids, more than {MAX_STOP_IDS}"
+
+
+def _fits(number: float) -> bool:
+    """Whether it is a number, also in 32 bits."""
+    return math.isfinite(number) and abs(number) <= _LARGEST

@@ -1,0 +1,106 @@
+"""Connections that stand still are cut, and those that move are not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from headrace.engine.server.connection import Connection
+
+IDLE_S = 0.1
+HEAD = b"GET / HTTP/1.1\r\nhost: me\r\n"
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def within(app: Any, test: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]]) -> None:
+    """Run ``test`` with a way to connect to ``app``, in time; the server has no connection left then."""
+
+    async def run() -> None:
+        config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=IDLE_S)  # type: ignore[arg-type]
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        made = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        port = made.sockets[0].getsockname()[1]
+        async with asyncio.timeout(20), made:
+            await test(lambda: asyncio.open_connection("127.0.0.1", port))
+            assert not state.connections
+
+    asyncio.run(run())
+
+
+async def answer(send: Any, parts: list[bytes]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"end"})
+
+
+async def until_cut(reader: asyncio.StreamReader) -> bytes:
+    data = b""
+    try:
+        while part := await reader.read(2**16):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def test_a_connection_that_brings_no_whole_request_is_cut_before_and_after_an_answer() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, [])
+
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        for said, heard in ((b"", 0), (HEAD, 0), (HEAD + b"\r\n", 1), (HEAD + b"\r\n" + HEAD, 1)):
+            reader, writer = await connect()
+            writer.write(said)
+            assert (await until_cut(reader)).count(b"200 OK") == heard
+            writer.close()
+
+    within(app, test)
+
+
+def test_an_answer_may_take_longer_than_a_connection_may_be_idle() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async with asyncio.timeout(20):
+            gone = asyncio.ensure_future(_message(receive, "http.disconnect"))
+            await asyncio.wait([gone], timeout=3 * IDLE_S)
+            await answer(send, [b"gone" if gone.done() else b"there"])
+            gone.cancel()
+
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(HEAD + b"\r\n")
+        assert b"there" in await until_cut(reader)
+        writer.close()
+
+    within(app, test)
+
+
+def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        gone = asyncio.ensure_future(_message(receive, "http.disconnect"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"x" * 2**16, "more_body": True})
+        left.set()
+
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        _, writer = await connect()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(HEAD + b"\r\n")
+        await left.wait()
+        writer.transport.abort()
+
+    within(app, test)
+
+
+async def _message(receive: Any, kind: str) -> None:
+    while (await receive())["type"] != kind:
+        pass

@@ -1,0 +1,70 @@
+"""What a server makes of its settings, with a real engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from headrace.clock import RealClock
+from headrace.config import validate
+from headrace.engine.local import LocalEngine
+from headrace.engine.server.answering import Service
+from headrace.engine.server.app import State, make_app
+from headrace.engine.server.config import ServeConfig
+from headrace.engine.server.load import load
+from headrace.engine.server.prompts import Terms
+from headrace.engine.server.run import Loaded
+from tests.engine.server_process import CONTEXT, make_model
+
+CACHE = 64
+EOS = 1
+"""The token ``<eos>`` of tiny models."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
+    path = make_model(tmp_path_factory.mktemp("tiny") / "little")
+    return validate(ServeConfig, {"model": {"path": str(path)}, "engine": {"cache_tokens": CACHE}})
+
+
+@pytest.fixture(scope="module")
+def loaded(config: ServeConfig) -> Loaded:
+    return load(config, device="cpu", clock=RealClock())
+
+
+def ask(loaded: Loaded, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
+    async def run() -> Any:
+        terms = Terms(model=loaded.name, max_context=loaded.max_context, limits=config.serve)
+        with ThreadPoolExecutor(1) as encoder:
+            async with asyncio.timeout(20), LocalEngine(loaded.core, clock=RealClock()) as engine:
+                service = Service(
+                    engine=engine, words=loaded.words, terms=terms, clock=RealClock(), encoder=encoder
+                )  # fmt: skip
+                transport = httpx.ASGITransport(make_app(State(service=service), ""))
+                async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                    return (await client.post(path, json=body)).json()
+
+    return asyncio.run(run())
+
+
+def test_a_chat_without_max_tokens_gets_what_a_small_cache_leaves(loaded: Loaded, config: ServeConfig) -> None:
+    assert loaded.max_context == CACHE < CONTEXT
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = ask(loaded, config, "/v1/chat/completions", {"messages": messages, "ignore_eos": True})
+    assert answer["usage"]["total_tokens"] == CACHE
+    refused = ask(loaded, config, "/v1/completions", {"prompt": "a" * (CACHE + 1)})
+    assert "engine.cache_tokens" in refused["error"]["message"]
+
+
+def test_a_stop_string_may_name_a_special_token(loaded: Loaded, config: ServeConfig) -> None:
+    body = {"prompt": "a", "logit_bias": {str(EOS): 100}, "ignore_eos": True, "stop": "<eos>"}
+    (choice,) = ask(loaded, config, "/v1/completions", body)["choices"]
+    assert (choice["token_ids"], choice["stop_reason"], choice["text"]) == ([EOS], "stop", "")
+
+
+def test_each_token_travels_at_once_unless_told_otherwise(config: ServeConfig) -> None:
+    assert config.engine.flush_tokens == 1  # although other settings of the engine are given
