@@ -102,8 +102,7 @@ def kill_the_controller(run_file: Path, run_dir: Path) -> int:
     status = json.loads(verb("status", run_dir, "--json"))
     assert status["state"] == "killed"
     assert {part["state"] for part in status["components"]} == {"ended"}
-    assert shared_buffers(life.process.pid)  # nobody was left to remove it: the next start does
-    return life.process.pid
+    return life.process.pid  # whose weight buffer nobody was left to remove: the next start does, of any run
 
 
 def ended(run_dir: Path, status: str) -> dict:
