@@ -14,7 +14,8 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import seed_key, uniforms
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.messages.controller import Chunk
 from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
@@ -28,7 +29,7 @@ class Weights:
 
     def __init__(self, config: ModelConfig, buffer: Path) -> None:
         self.model = load_model(config)
-        self._publisher = ShmPublisher(buffer, weight_tensors(self.model))
+        self._publisher = make_publisher(Route(address=str(buffer)), weight_tensors(self.model))
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -71,7 +72,7 @@ def make_engine(
         model,
         EngineConfig(**settings),
         max_context=MAX_CONTEXT,
-        receiver=ShmReceiver(weight_tensors(model)),
+        receiver=make_receiver(Route(), weight_tensors(model)),
         clock=clock or RealClock(),
         decode=decode,
     )

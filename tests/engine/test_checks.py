@@ -59,6 +59,7 @@ GENERATE = st.builds(
     deadline_s=st.one_of(st.none(), NUMBERS),
     fork=st.one_of(st.none(), st.builds(Fork, parent=INTS, at=INTS, stale=st.sampled_from(StaleFork))),
     pinned=st.booleans(),
+    answer_ids_T=st.one_of(st.none(), IDS),
 )
 KEPT = st.builds(KeptSets, ids_E=IDS, sizes_T=IDS)
 SCORE = st.builds(

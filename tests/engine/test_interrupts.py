@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,10 +155,10 @@ def test_a_second_commit_is_refused_while_one_is_pending(pair: Pair) -> None:
     engine, weights = pair
     begin(pair)
     engine.commit(1, Interrupt.DRAIN)
-    weights.stage(engine, 2)
     with pytest.raises(WeightsError, match="has not ended"):
         engine.commit(2)
     run(engine)
+    weights.stage(engine, 2)
     engine.commit(2)
     assert [report.version for report in engine.take_swaps()] == [1, 2]
 
@@ -174,6 +175,46 @@ def test_a_paused_engine_stands_still_and_a_released_one_has_no_cache(pair: Pair
     assert engine._cache.layers == []
     engine.resume()
     assert joined(run(engine)[1]).ids_T.tolist() == joined(before).ids_T.tolist()
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines of Python it takes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(_frame: object, event: str, _argument: object) -> object:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("mode", [Interrupt.INFLIGHT, Interrupt.INFLIGHT_RECOMPUTE, Interrupt.STREAM])
+def test_the_gap_of_a_commit_is_no_longer_where_more_wait_and_more_is_cached(
+    mode: Interrupt, model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config, max_sequences=2, cache_tokens=8192), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    found = []
+    for version, (cached, waiting) in enumerate(((2, 3), (30, 500)), start=1):
+        base = 10_000 * version
+        for number in range(cached):
+            run(engine, [request(base + number, [3 + number] * 40, max_new_tokens=2)])
+        for number in range(waiting):
+            engine.add(request(base + 100 + number, PROMPT, max_new_tokens=20))
+        engine.step()
+        assert engine._pool.cached == 2 * cached
+        weights.stage(engine, version)
+        found.append(lines_of(lambda version=version: engine.commit(version, mode)))
+        engine.abort(range(base, base + 1000))
+        engine.take_swaps()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("commits", [150, pytest.param(1000, marks=pytest.mark.slow)])

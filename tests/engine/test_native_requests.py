@@ -15,7 +15,8 @@ from headrace.engine.native import NativeEngine
 from headrace.errors import ConfigError, RequestError
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.sync.shm import ShmReceiver
+from headrace.sync.config import Route
+from headrace.sync.transports import make_receiver
 from headrace.types.episode import StopReason
 from headrace.types.messages.engine import GenerateRequest
 from tests.engine.harness import MAX_CONTEXT, Weights, alone, joined, make_engine, ready_engine, request, run
@@ -70,7 +71,7 @@ def test_request_before_the_first_weights_is_refused(model_dir: Callable[[str], 
 
 def test_context_beyond_the_models_own_is_refused(model_dir: Callable[[str], Path]) -> None:
     model = load_model(ModelConfig(path=str(model_dir("qwen3"))))
-    receiver = ShmReceiver(weight_tensors(model))
+    receiver = make_receiver(Route(), weight_tensors(model))
     with pytest.raises(ConfigError, match="max_context=513"):
         NativeEngine(model, EngineConfig(), max_context=513, receiver=receiver, clock=RealClock())
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
+from headrace.clock import RealClock
+from headrace.engine import RequestOptions
 from headrace.engine.chunks import token_chunk
-from headrace.errors import EngineFull, RequestError, SequenceFailed
+from headrace.engine.local import LocalEngine
+from headrace.errors import ConfigError, EngineFull, RequestError, SequenceFailed
 from headrace.models import ModelConfig
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
+from headrace.types.sampling import Sampling
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 
 Dir = Callable[[str], Path]
@@ -35,6 +41,20 @@ def test_ten_thousand_requests_may_wait_in_little_memory(model_dir: Dir, tmp_pat
     assert len(chunks) == 9_995
     assert {chunk.stop_reason for chunk in chunks} == {StopReason.ABORTED}
     assert sorted(run(engine)) == [0, 1, 2, 3, 4]
+
+
+def test_memory_of_the_cache_that_nothing_is_written_to_is_not_taken(model_dir: Dir, tmp_path: Path) -> None:
+    before = psutil.Process().memory_info().rss
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", cache_tokens=2**21)
+    assert engine.stats().cache_bytes == 2**29
+    run(engine, [request(0, [3, 4, 5])])
+    assert psutil.Process().memory_info().rss - before < 2**28
+    assert all(pool.data_ptr() % 64 == 0 for pair in engine._cache.layers for pool in pair)
+
+
+def test_a_cache_that_the_free_memory_does_not_hold_is_refused(model_dir: Dir, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.cache_tokens=1073741824 needs \d+ bytes .* are free"):
+        ready_engine(model_dir("qwen3"), tmp_path / "buffer", cache_tokens=2**30)
 
 
 def test_one_request_too_many_is_refused_with_the_limit(model_dir: Dir, tmp_path: Path) -> None:
@@ -67,6 +87,19 @@ def test_time_is_up_for_who_runs_and_for_who_waits(model_dir: Dir, tmp_path: Pat
         clock.time_s += 1.0
     ended = {chunk.request_id: (chunk.stop_reason, len(chunk.ids_T)) for chunk in chunks}
     assert ended == {1: (StopReason.DEADLINE, 0), 0: (StopReason.DEADLINE, 5), 2: (StopReason.LENGTH, 20)}
+
+
+def test_a_deadline_passes_while_the_engine_stands_still_and_nobody_calls_it(model_dir: Dir, tmp_path: Path) -> None:
+    core = ready_engine(model_dir("qwen3"), tmp_path / "buffer")
+
+    async def run() -> StopReason | None:
+        async with asyncio.timeout(20), LocalEngine(core, clock=RealClock()) as engine:
+            await engine.pause()
+            options = RequestOptions(deadline_s=0.05)
+            stream = engine.generate(np.array([3], np.int32), Sampling(max_new_tokens=20), options)
+            return [chunk.stop_reason async for chunk in stream][-1]
+
+    assert asyncio.run(run()) is StopReason.DEADLINE
 
 
 def test_higher_priority_joins_first(model_dir: Dir, tmp_path: Path) -> None:

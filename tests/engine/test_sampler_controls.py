@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,34 +16,9 @@ from headrace.engine.native.controls import Controls
 from headrace.engine.native.sampler import Draw, Limits, find_support, seed_key, uniforms
 from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling
+from tests.engine.alone import Floats, probabilities
 
 CPU = torch.device("cpu")
-Floats = npt.NDArray[np.float64]
-
-
-def reference(logits_V: Floats, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> Floats:
-    """The probabilities, in float64, one token and one rule after the other."""
-    adjusted = logits_V.astype(np.float64).copy()
-    for token, bias in sampling.logit_bias.items():
-        adjusted[token] += bias
-    for token in {*prompt, *answer}:
-        adjusted[token] *= (
-            1 / sampling.repetition_penalty if adjusted[token] > 0 else sampling.repetition_penalty
-        )  # fmt: skip
-    for token in set(answer):
-        adjusted[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(answer).count(token)
-    if sampling.temperature == 0:
-        return np.eye(len(adjusted))[adjusted.argmax()]
-    weights = np.exp((adjusted - adjusted.max()) / sampling.temperature)
-    order = np.lexsort((np.arange(len(weights)), -weights))
-    kept = order[: sampling.top_k or len(order)]
-    mass = weights[kept].cumsum()
-    before = np.concatenate([[0.0], mass[:-1]])
-    kept = kept[(before < sampling.top_p * mass[-1]) | (sampling.top_p == 1)]
-    kept = kept[weights[kept] >= sampling.min_p * weights.max()]
-    probabilities = np.zeros(len(weights))
-    probabilities[kept] = weights[kept] / weights[kept].sum()
-    return probabilities
 
 
 def controls_of(samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]] | None = None) -> Controls:
@@ -102,7 +76,7 @@ def test_every_row_is_drawn_from_its_own_distribution(
         controls.append(drawn.ids_R)
         assert drawn.sound_R.all()
         for row, sampling in enumerate(samplings):
-            expected_V = reference(logits_RV[row], sampling, prompts[row], answers[row])
+            expected_V = probabilities(logits_RV[row], sampling, prompts[row], answers[row])
             token = int(drawn.ids_R[row])
             answers[row].append(token)
             assert expected_V[token] > 0
@@ -139,7 +113,7 @@ def test_support_of_a_large_vocabulary_with_ties_is_exact(vocab_size: int, limit
     support = find_support(scaled_RV, limits_of(4, **limits))  # type: ignore[arg-type]
     for row in range(4):
         sampling = Sampling(max_new_tokens=1, **limits)  # type: ignore[arg-type]
-        expected = np.flatnonzero(reference(scaled_RV[row].double().numpy(), sampling, [], []) > 1e-45)
+        expected = np.flatnonzero(probabilities(scaled_RV[row].double().numpy(), sampling, [], []) > 1e-45)
         found = support.ids_RK[row, : support.sizes_R[row]].tolist()
         assert abs(len(found) - len(expected)) <= 1  # a sum may round over the boundary
         assert found == sorted(set(found))
@@ -239,7 +213,7 @@ def test_a_row_that_held_a_controlled_sequence_is_plain_again() -> None:
 def test_frequencies_are_those_of_the_truncated_distribution() -> None:
     logits_V = np.array([0.3, -1.0, 2.0, 0.0, 1.1, 0.3])
     sampling = Sampling(max_new_tokens=1, temperature=0.8, top_k=5, top_p=0.93, seed=3)
-    expected_V = reference(logits_V, sampling, [0], [])
+    expected_V = probabilities(logits_V, sampling, [0], [])
     count = 40_000
     controls = controls_of([sampling])
     logits_RV = torch.tensor(logits_V, dtype=torch.float32)[None].expand(count, -1)

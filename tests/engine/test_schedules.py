@@ -13,10 +13,12 @@ from transformers import DynamicCache
 
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
+from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
 from headrace.types.versions import mixed, oldest
 from headrace.types.weights import Interrupt
-from tests.engine.harness import Weights, alone, collect, joined, make_engine, request
+from tests.engine.alone import decode, sample_alone
+from tests.engine.harness import ManualClock, Weights, collect, joined, make_engine, request
 from tests.engine.schedules import POOL, Life, pooled
 from tests.models.kinds import plain
 
@@ -24,9 +26,11 @@ from tests.models.kinds import plain
 def life(directory: Path, buffer: Path, seed: int) -> Life:
     """Small in every way: rows, tokens of a step, and a cache in which four sequences do not fit."""
     config = ModelConfig(path=str(directory))
-    rng = np.random.default_rng(seed)
+    rng, clock = np.random.default_rng(seed), ManualClock()
     engine = make_engine(
         config,
+        clock=clock,
+        decode=decode,
         max_sequences=int(rng.integers(3, 7)),
         max_step_tokens=int(rng.integers(6, 40)),
         flush_tokens=int(rng.integers(1, 8)),
@@ -35,24 +39,26 @@ def life(directory: Path, buffer: Path, seed: int) -> Life:
     )
     weights = Weights(config, buffer)
     weights.send(engine, 0)
-    return Life(engine=engine, weights=weights, reference=plain(directory))
+    return Life(engine=engine, weights=weights, reference=plain(directory), clock=clock)
 
 
-def many(directory: Path, buffer: Path, seed: int, num_lives: int) -> int:
-    """So many random schedules on one engine; how often a sequence was preempted."""
+def many(directory: Path, buffer: Path, seed: int, num_lives: int) -> None:
+    """So many random schedules on one engine, in which everything that can happen to a sequence has happened."""
     world = life(directory, buffer, seed)
     for number in range(num_lives):
         rng = np.random.default_rng([seed, number])
         world.live(rng, int(rng.integers(10, 60)))
         world.check()
-    return world.engine.stats().preempted
+    assert world.engine.stats().preempted > 0
+    assert set(world.ends) == {StopReason.STOP, StopReason.LENGTH, StopReason.ABORTED, StopReason.DEADLINE}
+    assert len(set(world.modes)) >= len(Interrupt) - 1
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("qwen3", 0), ("gemma3_text", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("qwen3", 0), ("gemma3_text", 1), ("qwen3_moe", 2)])
 def test_random_schedules_change_no_token(
     kind: str, seed: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    assert many(model_dir(kind), tmp_path / "buffer", seed, 6) > 0
+    many(model_dir(kind), tmp_path / "buffer", seed, 10)
 
 
 @pytest.mark.slow
@@ -60,7 +66,7 @@ def test_random_schedules_change_no_token(
 def test_a_thousand_random_schedules_change_no_token(
     seed: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    assert many(model_dir(("qwen3", "llama", "gemma3_text")[seed % 3]), tmp_path / "buffer", 100 + seed, 50) > 0
+    many(model_dir(("qwen3", "llama", "gemma3_text", "qwen3_moe")[seed % 4]), tmp_path / "buffer", 100 + seed, 50)
 
 
 @dataclass
@@ -124,7 +130,9 @@ class Versions:
                 assert set(stamps) == {first}
                 assert first >= came
             same = stamps.count(first)
-            expected = alone(self.models[first], pooled(which, number))
+            asked = pooled(which)
+            given = asked.prompt_ids_T.tolist()
+            expected = sample_alone(self.models[first], asked.sampling, given, len(given)).ids
             assert tokens.ids_T.tolist()[:same] == expected[:same]
             assert len(stamps) == len(expected) or same < len(stamps)
             compared += same

@@ -33,7 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
 
 @pytest.fixture(scope="module")
 def loaded(config: ServeConfig) -> Loaded:
-    return load(config, device="cpu", clock=RealClock())
+    return load(config, clock=RealClock())
 
 
 def ask(loaded: Loaded, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:

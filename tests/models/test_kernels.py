@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace.models.kernels import build
 from headrace.models.kernels.build import Unavailable, open_library
 from headrace.models.kernels.ops import Kernels, kernels, open_kernels
 
@@ -108,6 +111,65 @@ def test_a_compiler_that_fails_is_a_reason_and_no_error(tmp_path: Path) -> None:
     answer = open_library(tmp_path / "cache", [str(failing)])
     assert isinstance(answer, Unavailable)
     assert "out of registers" in answer.reason
+
+
+def test_sources_that_are_replaced_under_a_running_program_are_not_the_ones_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_HERE", tmp_path / "elsewhere")
+    telling = tmp_path / "cc"
+    telling.write_text("#!/bin/sh\nls >&2\nexit 3\n")
+    telling.chmod(0o700)
+    answer = open_library(tmp_path / "cache", [str(telling)])
+    assert isinstance(answer, Unavailable)
+    assert "kernels.cpp" in answer.reason
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_programs_that_build_at_once_all_get_a_whole_library(ops: Kernels, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        loaded = list(pool.map(open_kernels, [tmp_path] * 2))
+    assert [type(one) for one in loaded] == [Kernels] * 2
+    assert [file.suffix for file in tmp_path.iterdir()] == [".so"]
+
+
+def test_of_programs_that_start_at_once_one_compiles_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    ran, gate = tmp_path / "ran", tmp_path / "gate"
+    os.mkfifo(gate)
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\necho ran >> {ran}\ncat {gate}\nsleep 0.2\nfor name; do :; done\necho no > "$name"\n'
+    )
+    compiler.chmod(0o700)
+    program = (
+        "import pathlib, sys; from headrace.models.kernels.build import open_library; print('begun', flush=True); "
+        "open_library(pathlib.Path(sys.argv[1]), [sys.argv[2]])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "cache"), str(compiler)]
+    programs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in programs:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "begun\n"
+    gate.write_text("go")  # returns when a compiler reads
+    for one in programs:
+        one.communicate(timeout=30)
+        assert one.returncode == 0
+    assert ran.read_text() == "ran\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own_and_gets_the_same_bits(ops: Kernels) -> None:
+    torch.set_num_threads(2)
+    x, w = drawn(64, 256), drawn(512, 256, seed=1)
+    wanted = ops.linear(x, w, None)
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(lambda: [ops.linear(x, w, None) for _ in range(300)])
+        child = os.fork()
+        if not child:
+            same = all(torch.equal(ops.linear(x, w, None), wanted) for _ in range(20))
+            os._exit(0 if same and len(os.listdir("/proc/self/task")) > 1 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(busy.result()) == 300
 
 
 def test_a_corrupt_library_is_built_again(ops: Kernels, tmp_path: Path) -> None:

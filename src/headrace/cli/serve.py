@@ -25,35 +25,40 @@ def serve(
         "", envvar=TOKEN_VARIABLE, help="What callers must send as 'Authorization: Bearer TOKEN'.", show_default=False
     ),
     token_file: Path | None = typer.Option(None, help="A file that holds the token."),
-    device: str = typer.Option("", help="cpu, cuda or cuda:N; unset: cuda where there is one.", show_default=False),
+    device: str = typer.Option(
+        "", help="Sets engine.device: cpu, cuda or cuda:N; unset: cuda where there is one.", show_default=False
+    ),
     overrides: list[str] = typer.Option(
         [], "--set", metavar="KEY=VALUE", help="A setting of model, engine or serve (repeat)."
     ),
 ) -> None:
     """Serve a model over HTTP, in the protocol of OpenAI's completions and chat completions."""
+    from headrace.cli.ahead import compile_ahead
     from headrace.clock import RealClock
     from headrace.config import merge, parse_override, validate
     from headrace.engine.server.config import ServeConfig
+    from headrace.heap import growing_heap, settled_heap
 
     given: dict[str, Any] = {
         "model": {"path": str(model.expanduser().resolve())},
         "serve": {"host": host, "port": port},
     }
+    if device:
+        given["engine"] = {"device": device}
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
     secret = _token(token, token_file)
     _refuse_no_model(config.model.path)
-
-    from headrace.engine.server.load import load
-    from headrace.engine.server.run import serve
-    from headrace.launch.heap import settled_heap
+    compile_ahead(config.model, config.engine)
+    with growing_heap():
+        from headrace.engine.server.load import load
+        from headrace.engine.server.run import serve
 
     clock = RealClock()
     with settled_heap():
-        where = device or _best_device()
         serve(
             config.serve,
             secret,
-            lambda: load(config, device=where, clock=clock),
+            lambda: load(config, clock=clock),
             clock=clock,
             events=_events(config, with_token=bool(secret)),
         )
@@ -104,15 +109,9 @@ def _refuse_no_model(path: str) -> None:
         )
 
 
-def _best_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
-    stats, out = loaded.core.stats(), console()
-    cache = f"{stats.cache_bytes / 2**20:,.0f} MiB, {stats.cache_blocks:,} blocks" if stats.cache_bytes else "dense"
+    facts, out = loaded.facts, console()
+    kernels, *why = str(facts["kernels"]).split("; ")
     chat = loaded.words.has_template
     route, body = (
         ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}]')
@@ -123,9 +122,17 @@ def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
     name = readable(loaded.name)
     out.print(f"serving    {name} at {url}/v1")
     out.print(f"context    {loaded.max_context:,} tokens")
-    out.print(f"cache      {cache}")
+    out.print(f"device     {facts['device']}, weights of {_mebibytes(facts['weights_bytes'])}")
+    out.print(f"kernels    {readable(kernels)}; attention: {facts['attention']}")
+    for reason in why:
+        out.print(f"           {readable(reason)}")
+    out.print(f"cache      {_mebibytes(facts['cache_bytes'])}, {facts['cache_blocks']:,} blocks")
     out.print(f"chat       {'yes' if chat else 'no: the tokenizer has no chat template'}")
     out.print(f"token      {'needed' if with_token else 'none: only this machine may call'}")
     out.print(f"""call it    curl {url}/v1/{route} -H "Content-Type: application/json"{header} \\""")
     out.print(f"""             -d '{{"model": "{name}", {body}, "max_tokens": 32}}'""")
     out.print("end it     Ctrl-C")
+
+
+def _mebibytes(num_bytes: str | float) -> str:
+    return f"{float(num_bytes) / 2**20:,.0f} MiB"

@@ -48,6 +48,9 @@ class RequestOptions:
     """Continue another sequence; the prompt is empty then."""
     pinned: bool = False
     """Stay under the weights it begins with."""
+    answer_ids_T: IntColumn | None = None
+    """What it has sampled before, in this engine or another, and its reader has: it goes on behind that, with the
+    draws, penalties and limits it would have had. ``None``: it begins."""
 
 
 PLAIN = RequestOptions()

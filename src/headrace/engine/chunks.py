@@ -25,6 +25,7 @@ def generate_request(
         deadline_s=options.deadline_s,
         fork=options.fork,
         pinned=options.pinned,
+        answer_ids_T=options.answer_ids_T,
     )
 
 

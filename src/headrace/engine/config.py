@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field
 
 from headrace.config import Section
+from headrace.models.devices import AUTO, CPU, DeviceName
 
 LEAST_TEMPERATURE = 0.01
 """Of what is sampled: below, 32 bits do not hold what becomes of the logits. 0 takes the most likely token."""
+
+SHARE = 0.3
+"""Of the free memory: the most that the cache takes if nothing is said. A learner, which has its optimizer's state yet
+to make, may have to live beside it."""
+OWN_SHARE = 0.9
+"""The same on a GPU that the engine has to itself; the rest is for what a pass makes."""
 
 
 class EngineConfig(Section):
@@ -17,6 +24,9 @@ class EngineConfig(Section):
 
     kind: Literal["native"] = "native"
     """The embedded engine."""
+    device: DeviceName = AUTO
+    """Where it computes: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last of the GPUs that torch sees, the processor
+    where there is none."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest completion, in tokens."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
@@ -37,7 +47,10 @@ class EngineConfig(Section):
     """Requests that may wait to join the batch; one more is refused."""
     cache_tokens: int | None = Field(default=None, ge=1)
     """Tokens whose keys and values fit the cache. Unset: all that ``max_sequences`` of ``max_context`` could need, but
-    at most three tenths of the free memory."""
+    at most ``cache_share`` of the free memory."""
+    cache_share: float | None = Field(default=None, gt=0, le=1)
+    """Of the memory that is free when the engine has loaded, the most that the cache takes. Unset: 0.9 of a GPU that no
+    learner computes on, else 0.3, which leaves the rest to the learner."""
     fork_memory: int = Field(default=256, ge=0)
     """How many ended sequences can still be forked: the tokens of that many are kept."""
     max_pinned_versions: int = Field(default=2, ge=1)
@@ -49,3 +62,13 @@ class EngineConfig(Section):
     """Whether parts of the model run as fused kernels where there are any for this machine."""
     flush_tokens: int = Field(default=64, ge=1)
     """A running sequence's tokens are reported each time there are this many of them, and when it ends."""
+
+    def on(self, device: str, *, shared: bool) -> Self:
+        """The same, on ``device``, with a cache that leaves room for the learner if it is ``shared`` with one.
+
+        >>> EngineConfig().on("cuda:1", shared=False).cache_share, EngineConfig().on("cuda:0", shared=True).cache_share
+        (0.9, 0.3)
+        """
+        alone = device != CPU and not shared
+        share = self.cache_share or (OWN_SHARE if alone else SHARE)
+        return self.model_copy(update={"device": device, "cache_share": share})

@@ -31,6 +31,8 @@ from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 A = TypeVar("A")
+IDLE_S = 0.5
+"""How long an idle engine waits for orders at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +298,7 @@ class LocalEngine:
     def _turn(self) -> None:
         """What has been ordered, one step, and what it gave."""
         if not (self._core.has_work() or self._orders):
-            self._wake.wait()
+            self._wake.wait(IDLE_S)  # a deadline may pass while it stands still
         self._wake.clear()
         chunks: list[Chunk] = []
         for _ in range(len(self._orders)):

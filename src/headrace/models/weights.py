@@ -29,6 +29,15 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Of all parameters.
+
+    >>> model_bytes(nn.Linear(2, 3))
+    36
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+
+
 def is_adapted(model: nn.Module) -> bool:
     """Whether adapters are trained, and not the model itself."""
     return any(of_adapter(name) for name, _ in model.named_parameters())

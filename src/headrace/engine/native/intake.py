@@ -10,7 +10,7 @@ import numpy as np
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
-from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.sequence import NO_ROW, Answer, Sequence
 from headrace.errors import EngineFull, RequestError
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
@@ -122,7 +122,26 @@ class Intake:
             parent=parent,
             reuses=fork is not None and fork.stale is StaleFork.REUSE,
             insists=insists,
+            answer=self._answer(request, name),
         )
+
+    def _answer(self, request: GenerateRequest, name: str) -> Answer | None:
+        """Of one that has begun elsewhere: as if it had been preempted here."""
+        if request.answer_ids_T is None:
+            return None
+        checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)
+        count, most = len(checked.ids_T), request.sampling.max_new_tokens
+        wrong = checked.problem
+        if request.fork is not None:
+            wrong = "a fork has the answer of its parent, and none of its own"
+        elif count >= most:
+            wrong = f"an answer of {count} tokens has reached max_new_tokens={most}"
+        if wrong:
+            raise RequestError(f"{name}: {wrong}", remedy="continue only what has not ended, with its own ids")
+        none = np.zeros(count, np.int32)
+        return Answer(
+            ids_T=checked.ids_T, logprobs_T=none.astype(np.float32), versions_T=none, num_flushed=count
+        )  # fmt: skip
 
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:
         """Its prompt, once every number of it is known to fit."""

@@ -1,4 +1,4 @@
-"""How much key-value cache an engine gets: all of it is taken at the start."""
+"""How much key-value cache an engine gets: as much as is free at the start."""
 
 from __future__ import annotations
 
@@ -7,36 +7,38 @@ from collections.abc import Sequence
 import psutil
 import torch
 
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import SHARE, EngineConfig
 from headrace.engine.native.blocks import blocks_for
 from headrace.errors import ConfigError
 from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
-
-SHARE = 0.3
-"""Of the free memory: the most that the cache takes if the run file does not say."""
 
 
 def make_cache(
     config: EngineConfig, max_context: int, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """The cache of ``config.cache_tokens``, or of what the sequences could need within :data:`SHARE` of the memory.
+    """The cache of ``config.cache_tokens``, or of what the sequences could need within ``config.cache_share``
+    of the free memory.
 
     Raises :class:`~headrace.errors.ConfigError` if the memory is not there.
     """
     block_bytes = BLOCK * dtype.itemsize * sum(shape.numbers for shape in shapes)
+    free_bytes = _free_bytes(device)
+    share = SHARE if config.cache_share is None else config.cache_share
     if config.cache_tokens is not None:
         num_blocks = blocks_for(config.cache_tokens)
     else:
         wanted = config.max_sequences * blocks_for(max_context)
-        num_blocks = max(1, min(wanted, int(SHARE * _free_bytes(device)) // block_bytes))
+        num_blocks = max(1, min(wanted, int(share * free_bytes) // block_bytes))
+    why = f"{free_bytes} are free"
     try:
-        return PagedCache(shapes, num_blocks, dtype=dtype, device=device)
+        if num_blocks * block_bytes <= free_bytes:
+            return PagedCache(shapes, num_blocks, dtype=dtype, device=device)
     except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
-        raise ConfigError(
-            f"engine.cache_tokens={num_blocks * BLOCK} needs {num_blocks * block_bytes} bytes of memory on {device}: "
-            f"{error}",
-            remedy="lower engine.cache_tokens, engine.max_sequences or engine.max_context",
-        ) from None
+        why = str(error)
+    raise ConfigError(
+        f"engine.cache_tokens={num_blocks * BLOCK} needs {num_blocks * block_bytes} bytes of memory on {device}: {why}",
+        remedy="lower engine.cache_tokens, engine.max_sequences or engine.max_context",
+    )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -94,7 +94,7 @@ class Sequence:
     def begin_again(self) -> int:
         """Forget the answer of one that waits; how many tokens it was."""
         wasted = 0 if self.answer is None else len(self.answer.ids_T)
-        self.restarted |= not self.silent
+        self.restarted |= not self.silent or (self.answer is not None and self.answer.num_flushed > 0)
         self.answer, self.silent = None, True
         self.kept.clear()
         return wasted

@@ -11,9 +11,11 @@ from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.run import Loaded
 from headrace.errors import WeightsError
+from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.load import context_length, load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
+from headrace.models.weights import model_bytes
 from headrace.types.versions import INITIAL
 from headrace.types.weights import WeightUpdate
 
@@ -26,10 +28,6 @@ class LoadedWeights:
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
 
-    def commit(self, version: int) -> None:
-        """Only the first version is there."""
-        self.commit_parts(version, 1)
-
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         """Only the first version is there, and there is nothing to exchange."""
         if version != INITIAL:
@@ -39,16 +37,18 @@ class LoadedWeights:
         return iter(())
 
 
-def load(config: ServeConfig, *, device: str, clock: Clock) -> Loaded:
+def load(config: ServeConfig, *, clock: Clock) -> Loaded:
     """Read tokenizer and model, and make an engine whose version is 0. Raises :class:`~headrace.errors.ModelError` and
     :class:`~headrace.errors.ConfigError`."""
-    path = config.model.path
+    path, engine = config.model.path, config.engine
+    device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
     tokenizer = load_tokenizer(path)
     words = Words(tokenizer, stop_ids(path, tokenizer.eos_token_id))
-    max_context = config.engine.max_context or context_length(path)
+    max_context = engine.max_context or context_length(path)
+    model = load_model(config.model, device)
     core = NativeEngine(
-        load_model(config.model, device),
-        config.engine,
+        model,
+        engine.on(device, shared=False),
         max_context=max_context,
         receiver=LoadedWeights(),
         clock=clock,
@@ -56,7 +56,8 @@ def load(config: ServeConfig, *, device: str, clock: Clock) -> Loaded:
     )
     core.commit(INITIAL)
     fits = min(max_context, core.stats().cache_blocks * BLOCK)
-    return Loaded(core=core, words=words, name=model_name(config), max_context=fits)
+    facts = {"device": device, "weights_bytes": model_bytes(model), **core.facts()}
+    return Loaded(core=core, words=words, name=model_name(config), max_context=fits, facts=facts)
 
 
 def model_name(config: ServeConfig) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -43,6 +43,9 @@ class Loaded:
     name: str
     max_context: int
     """Longest prompt plus choice, in tokens: of the context, or of the cache where that holds less."""
+    facts: Mapping[str, str | int | float]
+    """What computes it and where its memory goes, as :meth:`~headrace.engine.native.NativeEngine.facts` names it, and
+    ``device`` and ``weights_bytes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

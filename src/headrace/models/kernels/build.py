@@ -1,12 +1,14 @@
 """Compile the kernels once, keep the library in the user's cache, and load it; or say in words why not.
 
 The library's name is a hash of all that decides its contents: sources, flags, processor. It ends with its own
-checksum, so that a file cut short or made by something else is built again.
+checksum, so that a file cut short or made by something else is built again. Nothing is ever written into a file that a
+process may have loaded: a library is made beside the cache's files and renamed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,7 +16,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +31,12 @@ NATIVE = ("-march=native",)
 """For the processor of this machine."""
 
 _HERE = Path(__file__).parent
-_SOURCES = ("kernels.cpp", "linear.h", "paged.h", "team.h", "vec.h")
+_MAIN = "kernels.cpp"
+_SOURCES = {name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "team.h", "vec.h")}
+"""Read when the functions that call them are imported: sources that are replaced later might not fit those."""
 _FLAGS = ("-std=gnu++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-w", "-shared", "-Wl,-z,defs")
 _DEADLINE_S = 120.0
+_building = threading.Lock()
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -49,6 +56,12 @@ def kernel_cache() -> Path:
     return cache_root() / "kernels"
 
 
+def build_ahead() -> None:
+    """Begin to compile, if there is something to compile, in a thread: who opens the library later waits for the rest
+    of it. For programs that have modules to import meanwhile."""
+    threading.Thread(target=open_library, args=(kernel_cache(),), name="kernels").start()
+
+
 def open_library(
     cache: Path, compilers: Sequence[str] = COMPILERS, target: Sequence[str] = NATIVE
 ) -> ctypes.CDLL | Unavailable:
@@ -63,11 +76,31 @@ def open_library(
         _own(cache)
         command = (compiler, *_FLAGS, *target)
         file = cache / f"{_name(command)}.so"
-        if not _sound(file):
-            _build(command, file)
+        with _building:
+            _ensure(command, file)
         return ctypes.CDLL(str(file))
     except (_CannotBuild, OSError, subprocess.SubprocessError) as error:
         return Unavailable(reason=str(error))
+
+
+def _ensure(command: Sequence[str], file: Path) -> None:
+    if _sound(file):
+        return
+    with _alone(file.parent):
+        if not _sound(file):
+            _build(command, file)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process compiles, for a limited time; the others wait for it. A file system without locks has all compile."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # ends with the descriptor, and with the process
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _own(directory: Path) -> None:
@@ -84,8 +117,8 @@ def _own(directory: Path) -> None:
 
 def _name(command: Sequence[str]) -> str:
     known = hashlib.sha256()
-    for name in _SOURCES:
-        known.update((_HERE / name).read_bytes())
+    for source in _SOURCES.values():
+        known.update(source)
     known.update(repr((command, _processor())).encode())
     return known.hexdigest()[:32]
 
@@ -108,8 +141,10 @@ def _sound(file: Path) -> bool:
 
 def _build(command: Sequence[str], file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        for name, source in _SOURCES.items():
+            (Path(scratch) / name).write_bytes(source)
         library = Path(scratch) / file.name
-        _run([*command, str(_HERE / _SOURCES[0]), "-o", str(library)], scratch)
+        _run([*command, _MAIN, "-o", file.name], scratch)
         content = library.read_bytes()
         library.write_bytes(content + hashlib.sha256(content).digest())
         library.replace(file)

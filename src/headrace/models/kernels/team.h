@@ -4,7 +4,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <pthread.h>
 
 enum { PHASES = 8, SPINS = 4000 };  // of a call; looks before a waiting thread sleeps
 
@@ -12,6 +14,14 @@ static inline void rest() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
+}
+
+// Looks until `ready`; before long it leaves the processor to others: whom it waits for may have none.
+template <class F>
+static void await(F&& ready) {
+  for (long looks = 0; !ready(); looks++)
+    if (looks < SPINS) rest();
+    else std::this_thread::yield();
 }
 
 struct Count {
@@ -29,7 +39,7 @@ struct Member {
     long mine = 0;
     for (long i; (i = count->next.fetch_add(1, std::memory_order_relaxed)) < total; mine++) f(i);
     count->done.fetch_add(mine, std::memory_order_release);
-    while (count->done.load(std::memory_order_acquire) < total) rest();
+    await([&] { return count->done.load(std::memory_order_acquire) >= total; });
     count++;
   }
 };
@@ -37,15 +47,16 @@ struct Member {
 // Helpers wait for the next call: awake for some microseconds, then asleep. One call at a time has them.
 class Pool {
  public:
-  static Pool& get() {
-    static Pool* pool = new Pool;  // never destroyed: the helpers outlive main
-    return *pool;
+  // Never destroyed: the helpers outlive main. A forked child has none of them, and gets a pool of its own.
+  static Pool*& get() {
+    static Pool* pool = (pthread_atfork(nullptr, nullptr, [] { get() = new Pool; }), new Pool);
+    return pool;
   }
 
   void run(long threads, void (*work)(void*), void* with) {
     std::unique_lock<std::mutex> only(calling, std::try_to_lock);
     if (threads < 2 || !only) return work(with);
-    for (; hired < threads - 1; hired++) std::thread([this] { serve(); }).detach();
+    while (hired < threads - 1 && hire()) hired++;
     body = work, context = with;
     seats = threads - 1, open = true, calls++;
     if (asleep) {
@@ -54,7 +65,7 @@ class Pool {
     }
     work(with);
     open = false;
-    while (inside) rest();
+    await([&] { return !inside; });
   }
 
  private:
@@ -65,6 +76,15 @@ class Pool {
   void (*body)(void*) = nullptr;
   void* context = nullptr;
   long hired = 0;
+
+  bool hire() {
+    try {
+      std::thread([this] { serve(); }).detach();
+      return true;
+    } catch (const std::system_error&) {  // the machine gives no more threads: fewer do the work
+      return false;
+    }
+  }
 
   void serve() {
     for (long seen = 0;;) {
@@ -90,7 +110,7 @@ static void together(long threads, F&& body) {
     Count counts[PHASES];
     F& body;
   } call{{}, body};
-  Pool::get().run(threads, [](void* c) {
+  Pool::get()->run(threads, [](void* c) {
     Member member{((Call*)c)->counts};
     ((Call*)c)->body(member);
   }, &call);

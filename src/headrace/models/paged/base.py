@@ -14,6 +14,7 @@ P blocks of the pool, K key-value heads, H query heads, E head size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,9 @@ from headrace.models.attention import Rule
 
 BLOCK = 16
 """Places of a block: what a shared prefix is cut into."""
+
+_LINE = 64
+"""Bytes of a line of the processor's caches: where pools begin."""
 
 Index = npt.NDArray[np.int64]
 
@@ -49,7 +53,8 @@ class LayerShape:
 
 
 class PagedCache:
-    """The pool: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``, allocated at once."""
+    """The pool: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``, allocated at once. On a CPU the
+    system hands out a page of it when it is first written."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device | str
@@ -91,7 +96,13 @@ class PagedCache:
                 pool[list(blocks)] = 0
 
     def _pool(self, heads: int, size: int) -> Tensor:
-        return torch.zeros(self.num_blocks, heads, BLOCK, size, dtype=self._dtype, device=self._device)
+        shape = (self.num_blocks, heads, BLOCK, size)
+        if torch.device(self._device).type != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all of them, seconds long
+        raw = torch.from_numpy(np.zeros(num_bytes + _LINE, np.uint8))
+        start = -raw.data_ptr() % _LINE
+        return raw[start : start + num_bytes].view(self._dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

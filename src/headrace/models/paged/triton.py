@@ -50,6 +50,10 @@ class TritonAttention:
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, whatever it is given
+            return self._attend(qkv, layer, rule)
+
+    def _attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in qkv)
         for new_NKE, pool in zip((key, value), layer, strict=True):
             self._write(new_NKE, pool)

@@ -33,6 +33,8 @@ class Seen:
     """The routing of one pass, and how far it is from what the routers would choose."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
+        self.routed = routed
+        """Of the replay that it belongs to."""
         small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
         experts_NLK = np.zeros((len(routing), routed.num_layers, routed.top_k), small)
         experts_NLK[routing.known_T] = routing.experts_RLK
@@ -71,7 +73,8 @@ class Seen:
 
 
 class RoutingReplay:
-    """Makes forward passes of one model use recorded experts. Install it once per model. Not thread-safe.
+    """Makes forward passes of one model use recorded experts. Not thread-safe. A model may have several (a learner for
+    each of its adapters): each sees to its own passes.
 
     Known tokens go to the recorded experts, with the gates that the current router gives to those; unknown tokens are
     routed live. With the experts that the routers would have chosen, in their order, nothing changes, bit for bit.
@@ -115,7 +118,8 @@ class RoutingReplay:
             )
 
     def _enter(self, attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._seen = kwargs.get(SEEN)
+        seen = kwargs.get(SEEN)
+        self._seen = seen if seen is not None and seen.routed is self._routed else None
 
     def _route(
         self, index: int, layer: Layer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]

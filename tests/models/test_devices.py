@@ -1,0 +1,85 @@
+"""Where the parts of a run compute, on machines with any number of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.engine.config import EngineConfig
+from headrace.errors import ConfigError
+from headrace.models.devices import Devices, num_gpus, settle, settle_one, use
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "expected"),
+    [
+        (0, 1, Devices(engine="cpu", learner=("cpu",))),
+        (0, 2, Devices(engine="cpu", learner=("cpu", "cpu"))),
+        (1, 1, Devices(engine="cuda:0", learner=("cuda:0",))),
+        (2, 1, Devices(engine="cuda:1", learner=("cuda:0",))),
+        (2, 2, Devices(engine="cuda:1", learner=("cuda:0", "cuda:1"))),
+        (8, 4, Devices(engine="cuda:7", learner=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))),
+        (4, 0, Devices(engine="cuda:3", learner=())),
+    ],
+)
+def test_unset_devices_use_every_machine_as_it_is(gpus: int, ranks: int, expected: Devices) -> None:
+    assert settle("auto", "auto", ranks=ranks, gpus=gpus) == expected
+
+
+@pytest.mark.parametrize("gpus", range(4))
+def test_settled_devices_stay_what_they_are(gpus: int) -> None:
+    """So that a process may settle again what its run has settled."""
+    settled = settle("auto", "auto", ranks=1, gpus=gpus)
+    assert settle(settled.engine, settled.learner[0], ranks=1, gpus=gpus) == settled
+    assert settle_one("engine.device", settled.engine, gpus=gpus) == settled.engine
+
+
+def test_named_devices_win() -> None:
+    assert settle("cpu", "cuda", ranks=1, gpus=2) == Devices(engine="cpu", learner=("cuda:0",))
+    assert settle("cuda:0", "cuda:1", ranks=1, gpus=2) == Devices(engine="cuda:0", learner=("cuda:1",))
+    assert settle("cuda", "cpu", ranks=2, gpus=2) == Devices(engine="cuda:1", learner=("cpu", "cpu"))
+
+
+def test_kernels_for_processors_alone_choose_a_processor_unless_told_otherwise() -> None:
+    assert settle("auto", "auto", ranks=1, gpus=2, only_cpu=True) == Devices(engine="cpu", learner=("cpu",))
+    assert settle_one("device", "cuda", gpus=2, only_cpu=True) == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "gpus", "problem"),
+    [
+        ("cuda", "auto", 0, "engine.device='cuda', and torch sees no GPU"),
+        ("auto", "cuda", 0, "learner.device='cuda', and torch sees no GPU"),
+        ("cuda:1", "auto", 1, "engine.device='cuda:1', and torch sees one GPU, cuda:0"),
+        ("auto", "cuda:5", 4, "learner.device='cuda:5', and torch sees 4 GPUs, cuda:0 to cuda:3"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(
+    engine: str, learner: str, gpus: int, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        settle(engine, learner, ranks=1, gpus=gpus)
+    assert "'auto'" in refused.value.remedy
+
+
+def test_ranks_that_cannot_have_a_gpu_each_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"4 ranks, each on a GPU of its own, and torch sees 2") as refused:
+        settle("auto", "auto", ranks=4, gpus=2)
+    assert refused.value.remedy == "ask for 2 ranks, or set learner.device = 'cpu'"
+    with pytest.raises(ConfigError, match=r"learner.device='cuda:1' is one GPU.* 2 ranks") as refused:
+        settle("auto", "cuda:1", ranks=2, gpus=4)
+    assert "learner.device = 'cuda'" in refused.value.remedy
+
+
+def test_a_cache_leaves_room_where_the_learner_shares_its_device() -> None:
+    config = EngineConfig()
+    assert config.on("cuda:0", shared=True).cache_share == 0.3
+    assert config.on("cuda:1", shared=False).cache_share == 0.9
+    assert config.on("cpu", shared=False).cache_share == 0.3
+    assert EngineConfig(cache_share=0.5).on("cuda:1", shared=False).cache_share == 0.5
+
+
+def test_a_process_computes_where_it_is_told_or_says_why_not() -> None:
+    assert str(use("device", "cpu")) == "cpu"
+    with pytest.raises(ConfigError, match=r"device='cuda:99', and torch sees"):
+        use("device", "cuda:99")
+    assert num_gpus() >= 0
