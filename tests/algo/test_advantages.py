@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace import algo
-from headrace.algo.advantages import AnyAdvantage, outcomes_of
+from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, outcomes_of
 from headrace.algo.advantages.rae import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import rows
@@ -28,8 +28,9 @@ EXTRAS: dict[str, Any] = {
     "optimal_baseline": {"energies": [[abs(x) + 0.1 for x in row] for row in TOKENS]},
     "prpo": {"process": TOKENS, "entropies": TOKENS, "spikes": 2, "gap": 1},
     "reverse_kl": {"log_mu": TOKENS, "log_nu": [[2 * x for x in row] for row in TOKENS], "weight": 1.0},
+    "gae": {"values": TOKENS, "lam": 0.9},
 }
-OWN_BASELINE = {"rae", "remax"}
+OWN_BASELINE = {"rae", "remax", "gae"}
 """Those that compare a reward with something else than its group."""
 
 
@@ -158,6 +159,41 @@ def test_reverse_kl_credits_what_the_teacher_prefers() -> None:
     assert mixed == pytest.approx([1.0, -1.0])
 
 
+def by_recursion(rewards: list[float], values: list[list[float]], gamma: float, lam: float) -> list[list[float]]:
+    """Schulman et al., eq. 11 and 16, from the last token on."""
+    credit = []
+    for reward, of_episode in zip(rewards, values, strict=True):
+        later, after, row = 0.0, 0.0, []
+        for t in reversed(range(len(of_episode))):
+            delta = (reward if t == len(of_episode) - 1 else 0.0) + gamma * after - of_episode[t]
+            later, after = delta + gamma * lam * later, of_episode[t]
+            row.insert(0, later)
+        credit.append(row)
+    return credit
+
+
+@given(gamma=st.floats(0.01, 1.0), lam=st.floats(0.0, 1.0), lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5))
+def test_gae_is_the_direct_recursion_over_each_episode(gamma: float, lam: float, lengths: list[int]) -> None:
+    rewards = [math.cos(3 * i) for i in range(len(lengths))]
+    values = [[math.sin(5 * i + 2 * t) for t in range(n)] for i, n in enumerate(lengths)]
+    expected = by_recursion(rewards, values, gamma, lam)
+    got = algo.advantage("gae", rewards, values=values, lengths=lengths, gamma=gamma, lam=lam, normalize=False)
+    assert got == pytest.approx([x for row in expected for x in row], rel=1e-12, abs=1e-12)
+    estimate = GaeAdvantage(gamma=gamma, lam=lam).estimate(outcomes_of(rewards, values=values, lengths=lengths))
+    flat = [x for row in values for x in row]
+    assert estimate.returns_N == pytest.approx([a + v for a, v in zip(got, flat, strict=True)], rel=1e-12, abs=1e-12)
+    earned = [r * gamma ** (n - 1 - t) for r, n in zip(rewards, lengths, strict=True) for t in range(n)]
+    assert estimate.outcomes_N == pytest.approx(earned, rel=1e-12, abs=1e-12)
+
+
+def test_gae_is_normalised_over_the_tokens_of_the_batch() -> None:
+    raw = algo.advantage("gae", REWARDS, values=TOKENS, normalize=False)
+    got = algo.advantage("gae", REWARDS, values=TOKENS, eps=0.5)
+    assert got == pytest.approx([(a - mean(raw)) / (std(raw, 0) + 0.5) for a in raw])
+    left_out = algo.advantage("gae", [*REWARDS, None], values=[*TOKENS, [9.0, 9.0]], eps=0.5)
+    assert left_out == pytest.approx([*got, 0.0, 0.0])
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OWN_BASELINE])
 def test_group_of_one_has_no_advantage(name: str) -> None:
     only = {k: v[:1] if isinstance(v, list) else v for k, v in EXTRAS.get(name, {}).items()}
@@ -170,7 +206,7 @@ def test_group_of_one_has_no_advantage(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_unequal_groups_are_each_normalised_by_themselves(name: str) -> None:
-    if name in {"gdpo", "reinforce_pp", "rae"}:
+    if name in {"gdpo", "reinforce_pp", "rae", "gae"}:
         assert rows(AnyAdvantage)[name].scope == "batch"
         return
     together = algo.advantage(name, REWARDS, groups=GROUPS, **EXTRAS.get(name, {}))

@@ -17,7 +17,7 @@ from headrace.errors import ComponentDied
 from headrace.models.weights import weight_tensors
 from headrace.types.batch import Batch
 from tests.learner.builders import random_batch
-from tests.learner.rank_cases import Found, _apart, _expected, _learner, gradients
+from tests.learner.rank_cases import Found, _apart, _expected, _learner, _save, gradients
 from tests.learner.test_parts import part
 from tests.learner.test_prefixes import alike
 from tests.learner.test_replay import routed
@@ -70,6 +70,45 @@ def shared(directory: Path) -> Found:
 def selecting(directory: Path) -> Found:
     """An objective that chooses its tokens from the whole batch."""
     return _special(directory, "selecting")
+
+
+PENALTY = {"loss": {"kind": "grpo", "kl_coef": 0.1}}
+AVERAGE = {"reference": {"kind": "ema", "decay": 0.8}}
+DISTIL = {"loss": "distill"}
+
+
+def kept(directory: Path) -> Found:
+    """Three steps with a penalty to an average of the weights; a snapshot after the second."""
+    found = {}
+    for name, layout in {"data": {"data": 2}, "tensor": {"tensor": 2}, "context": {"context": 2}}.items():
+        learner = _learner(directory, layout, algo=PENALTY, config=AVERAGE)
+        found[name] = penalised(learner.train, range(2))
+        if name == "data":
+            _save(learner, directory / "kept_by_two")
+        found[name] += penalised(learner.train, range(2, 3))
+    resumed = _learner(directory, {"tensor": 2}, kind="kept_by_two", algo=PENALTY, config=AVERAGE)
+    resumed.core.restore(directory / "kept_by_two", weights=False)
+    return {**found, "resumed": penalised(resumed.train, range(2, 3))}
+
+
+def penalised(train: Callable[[Batch], dict[str, float]], steps: range) -> list[list[float]]:
+    """Loss and distance from the reference."""
+    reports = [train(random_batch(step=step, num_samples=7)) for step in steps]
+    return [[metrics["loss"], metrics["kl_ref"]] for metrics in reports]
+
+
+def taught(directory: Path) -> Found:
+    """Distilled from another model: of its own, and in this one's place."""
+    cases = (("model", {"data": 2}), ("model", {"tensor": 2}), ("frozen", {"data": 2}), ("frozen", {"context": 2}))
+    found = []
+    for kind, layout in cases:
+        config = {"teacher": {"kind": kind, "path": str(directory / "other")}, "top_k": 5}
+        learner = _learner(directory, layout, algo=DISTIL, config=config)
+        metrics = learner.forward_backward(random_batch(num_samples=7))
+        expected = _expected(directory, "taught")
+        worst = max(_apart(gradient, expected[name]) for name, gradient in gradients(learner).items())
+        found.append([metrics["loss"], worst])
+    return {"found": found}
 
 
 def parts(directory: Path) -> Found:

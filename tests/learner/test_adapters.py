@@ -22,8 +22,12 @@ from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.weights import weight_tensors
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher, make_receiver
 from tests.learner.builders import assert_same_bits, random_batch, tiny
+from tests.learner.test_parts import part
+from tests.learner.test_replay import SPEC as MIXTURE
+from tests.learner.test_replay import routed
 
 CONFIGS = {
     "a": LoraConfig(rank=4, seed=1),
@@ -141,6 +145,35 @@ def test_a_gradient_waits_while_another_adapter_trains(build: Build) -> None:
     assert_same_bits(found, bits(alone.model))
 
 
+def test_steps_in_parts_of_several_adapters_may_be_interleaved(build: Build) -> None:
+    whole = {"a": batch("a", 0), "b": batch("b", 0)}
+    _, adapters = build.together()
+    for name, group in (("a", 0), ("b", 0), ("a", 1), ("b", 1)):
+        with adapters.on(name) as learner:
+            learner.add(part(whole[name], [group]))
+    updates = {}
+    for name in whole:
+        with adapters.on(name) as learner:
+            updates[name] = (learner.finish().metrics, learner.optim_step().grad_norm)
+    for name, (metrics, grad_norm) in updates.items():
+        alone = build.alone(CONFIGS[name])
+        alone.add(part(whole[name], [0]))
+        alone.add(part(whole[name], [1]))
+        assert alone.finish().metrics == metrics
+        assert alone.optim_step().grad_norm == grad_norm
+
+
+def test_routing_mismatch_is_counted_whichever_of_several_adapters_trains(tmp_path: Path) -> None:
+    build = Build(tiny(tmp_path / "mixture", kind="qwen3_moe", extra=MIXTURE))
+    recorded = routed(random_batch())
+    model = build.base()
+    adapters = Adapters(model, str(build.model_dir), {name: CONFIGS[name] for name in "ac"}, build)
+    for name in "ac":
+        with adapters.on(name) as learner:
+            found = learner.forward_backward(recorded).metrics["routing_differs"]
+        assert found == build.alone(CONFIGS[name]).forward_backward(recorded).metrics["routing_differs"] > 0.3
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_saved_and_restored_goes_on_bit_for_bit(build: Build, tmp_path: Path, name: str) -> None:
     unbroken, first = build.alone(CONFIGS[name]), build.alone(CONFIGS[name])
@@ -206,7 +239,8 @@ def test_only_the_adapter_is_published_and_the_engine_then_computes_the_same(tmp
     with adapters.on("a") as learner:
         learner.train(batch("a", 0))
         trained = weight_tensors(model)
-        publisher, receiver = ShmPublisher(tmp_path / "buffer", trained), ShmReceiver(weight_tensors(engine))
+        publisher = make_publisher(Route(address=str(tmp_path / "buffer")), trained)
+        receiver = make_receiver(Route(), weight_tensors(engine))
         publisher.copy(0)
         receiver.stage(publisher.announce(1, 0))
         receiver.commit(1)

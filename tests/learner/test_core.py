@@ -219,11 +219,6 @@ def test_temperature_zero_is_refused(setup):
         replace(setup, temperature=0.0).learner()
 
 
-def test_objective_with_a_reference_policy_is_refused_by_name(setup):
-    with pytest.raises(ConfigError, match="reads log_ref"):
-        replace(setup, algo={"loss": {"kind": "grpo", "kl_coef": 0.1}}).learner()
-
-
 def spoil(batch: Batch, how: str) -> Batch:
     ids, mask, logprobs = batch.ids_N.copy(), batch.mask_N.copy(), batch.logprobs_N.copy()
     match how:

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.learner import head
-from headrace.learner.head import Asked, Kept, linear_logprobs
+from headrace.learner.head import Asked, Kept, Likeliest, linear_logprobs, linear_top
 from headrace.types.recorded import KeptSets
 
 TOKENS, VOCAB, HIDDEN = 7, 11, 5
+OTHERS = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row))[:6] for row in range(TOKENS)])
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,7 @@ def asked(ids_P: Tensor, kept: KeptSets | None, *, entropy: bool = True, keep: b
         kept=None if kept is None else Kept(kept, torch.device("cpu")),
         entropy_gradient=entropy,
         keep_logits=keep,
+        top_PK=OTHERS if len(ids_P) == TOKENS else None,
     )
 
 
@@ -45,7 +47,7 @@ def problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor]
     return leaves, ids_P, KeptSets.of(spans)
 
 
-def dense(leaves: list[Tensor], ids_P: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor]:
+def dense(leaves: list[Tensor], ids_P: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, bias = leaves
     logits = (hidden @ weight.T + bias) / 0.7
     every = logits.log_softmax(-1)
@@ -55,7 +57,8 @@ def dense(leaves: list[Tensor], ids_P: Tensor, kept: KeptSets | None) -> tuple[T
             out = torch.ones(VOCAB, dtype=torch.bool)
             out[torch.from_numpy(span).long()] = False
             drawn[row] = logits[row].masked_fill(out, -torch.inf)
-    return drawn.log_softmax(-1).gather(1, ids_P[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    logprobs = drawn.log_softmax(-1).gather(1, ids_P[:, None])[:, 0]
+    return logprobs, -(every.exp() * every).sum(-1), every.gather(1, OTHERS)
 
 
 @settings(max_examples=25)
@@ -68,8 +71,10 @@ def test_values_and_gradients_are_those_of_the_dense_formula(seed, with_kept, en
     towards = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    others = torch.linspace(2, -1, OTHERS.numel(), dtype=torch.float64).view(OTHERS.shape)
     losses = [
-        (one[0] * towards).sum() + ((one[1] * towards.flip(0)).sum() if entropy else 0) for one in (found, expected)
+        (one[0] * towards).sum() + (one[2] * others).sum() + ((one[1] * towards.flip(0)).sum() if entropy else 0)
+        for one in (found, expected)
     ]
     gradients = [torch.autograd.grad(loss, leaves) for loss in losses]
     for one, other in zip(*gradients, strict=True):
@@ -84,9 +89,20 @@ def test_gradients_are_those_of_finite_differences(with_kept):
     )
 
 
+@pytest.mark.parametrize("num", [1, 5, 9])
+def test_the_likeliest_entries_of_all_tiles_are_those_of_the_whole_row(num):
+    (hidden, weight, bias), _, _ = problem(5)
+    below = 9
+    ids, logs = linear_top(hidden, weight, bias, 0.7, Likeliest(num=num, below=below))
+    every = ((hidden @ weight.T + bias) / 0.7).log_softmax(-1)
+    expected, places = every[:, :below].topk(num)
+    torch.testing.assert_close(logs, expected)
+    assert torch.equal(ids, places)
+
+
 def test_frozen_weight_gets_no_gradient_and_hidden_states_do():
     (hidden, weight, bias), ids, _ = problem(2)
-    logprobs, _ = linear_logprobs(hidden, weight.detach(), bias.detach(), asked(ids, None))
+    logprobs, *_ = linear_logprobs(hidden, weight.detach(), bias.detach(), asked(ids, None))
     (gradient,) = torch.autograd.grad(logprobs.sum(), [hidden])
     (expected,) = torch.autograd.grad(dense([hidden, weight, bias], ids, None)[0].sum(), [hidden])
     torch.testing.assert_close(gradient, expected)
@@ -94,7 +110,7 @@ def test_frozen_weight_gets_no_gradient_and_hidden_states_do():
 
 def test_half_precision_weights_sum_in_float32():
     leaves, ids, kept = problem(3, torch.bfloat16)
-    logprobs, entropy = linear_logprobs(*leaves, asked(ids, kept))
+    logprobs, entropy, _ = linear_logprobs(*leaves, asked(ids, kept))
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs.sum() + entropy.sum()).backward()
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -109,7 +125,7 @@ def test_half_precision_weights_sum_in_float32():
 
 def test_no_token_asked_for_is_no_logprob_and_a_gradient_of_zero():
     (hidden, weight, bias), _, _ = problem(4)
-    logprobs, _ = linear_logprobs(hidden[:0], weight, bias, asked(torch.zeros(0, dtype=torch.int64), KeptSets.none(0)))
+    logprobs, *_ = linear_logprobs(hidden[:0], weight, bias, asked(torch.zeros(0, dtype=torch.int64), KeptSets.none(0)))
     assert logprobs.shape == (0,)
     logprobs.sum().backward()
     assert not weight.grad.any()
@@ -118,7 +134,7 @@ def test_no_token_asked_for_is_no_logprob_and_a_gradient_of_zero():
 def test_logits_far_apart_give_finite_numbers():
     hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
     weight = torch.linspace(-1, 1, VOCAB)[:, None].requires_grad_()
-    logprobs, entropy = linear_logprobs(hidden, weight, None, asked(torch.tensor([0, 0]), None))
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, None, asked(torch.tensor([0, 0]), None))
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs[0].item() == pytest.approx(-600 / 0.7)
     assert logprobs[1].item() == pytest.approx(0.0, abs=1e-6)
@@ -148,6 +164,6 @@ def test_nothing_grows_with_tokens_times_vocabulary(monkeypatch):
     weight = torch.randn(vocabulary, hidden_size, generator=rng, requires_grad=True)
     ids = torch.randint(vocabulary, (tokens,), generator=rng)
     with Largest() as largest:
-        logprobs, entropy = linear_logprobs(hidden, weight, None, asked(ids, None))
+        logprobs, entropy, _ = linear_logprobs(hidden, weight, None, asked(ids, None))
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.numbers == weight.numel() < tokens * vocabulary // 20

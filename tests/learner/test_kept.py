@@ -108,7 +108,7 @@ def test_a_head_that_is_more_than_a_matrix_is_restricted_too(tmp_path, chunk):
     assert isinstance(split, SplitModel)
     assert split.matrix() is None
     spans = [sorted({place + 1, 3, 9}) if place % 2 else [] for place in range(11)]
-    logprobs, entropy = TokenLogprobs(split, chunk, temperature=1.0, entropy_gradient=True)(
+    logprobs, entropy, _ = TokenLogprobs(split, chunk, temperature=1.0, entropy_gradient=True)(
         inputs, torch.arange(11), ids[1:], KeptSets.of(spans)
     )
     logits = model(**inputs).logits[0, :11]

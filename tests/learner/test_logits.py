@@ -59,7 +59,7 @@ def test_a_model_that_does_not_come_apart_is_run_whole(tmp_path):
     whole = halves(model, inputs)
     assert isinstance(whole, WholeModel)
     before, ids = torch.arange(29), inputs["input_ids"][0, 1:]
-    found, _ = TokenLogprobs(whole, chunk=5, temperature=1.0, entropy_gradient=False)(inputs, before, ids)
+    found, *_ = TokenLogprobs(whole, chunk=5, temperature=1.0, entropy_gradient=False)(inputs, before, ids)
     expected = model(**inputs).logits[0, :-1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
     torch.testing.assert_close(found, expected)
 
@@ -68,7 +68,7 @@ def gradient(model, chunk: int, weigh_entropy: bool):
     token_logprobs = TokenLogprobs(halves(model, packed()), chunk, temperature=0.8, entropy_gradient=weigh_entropy)
     inputs = packed()
     before = torch.arange(0, 29, 2)
-    logprobs, entropies = token_logprobs(inputs, before, inputs["input_ids"][0, before + 1])
+    logprobs, entropies, _ = token_logprobs(inputs, before, inputs["input_ids"][0, before + 1])
     model.zero_grad()
     loss = (logprobs * torch.linspace(-1, 1, len(before))).sum()
     (loss + entropies.sum() if weigh_entropy else loss).backward()
@@ -89,7 +89,7 @@ def test_chunks_give_the_values_and_gradients_of_one_piece(model_dir, weigh_entr
 def test_entropy_for_the_report_carries_no_gradient(model_dir):
     inputs = packed()
     split = halves(load(model_dir), inputs)
-    _, entropies = TokenLogprobs(split, 1000, temperature=1.0, entropy_gradient=False)(
+    _, entropies, _ = TokenLogprobs(split, 1000, temperature=1.0, entropy_gradient=False)(
         inputs, torch.tensor([3]), torch.tensor([5])
     )
     assert not entropies.requires_grad
@@ -104,7 +104,7 @@ def test_entropy_of_entries_that_are_ruled_out_is_finite():
             return hidden_CD
 
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
-    _, entropies = TokenLogprobs(Fixed(), 8, temperature=1.0, entropy_gradient=True)(
+    _, entropies, _ = TokenLogprobs(Fixed(), 8, temperature=1.0, entropy_gradient=True)(
         {"logits": logits}, torch.tensor([0]), torch.tensor([1])
     )
     entropies.sum().backward()
@@ -125,7 +125,7 @@ def test_between_forward_and_backward_no_tensor_of_the_vocabularys_size_is_kept(
 
     weight_shape = model.get_output_embeddings().weight.shape
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        logprobs, _ = token_logprobs(inputs, torch.arange(tokens - 1), inputs["input_ids"][0, 1:])
+        logprobs, *_ = token_logprobs(inputs, torch.arange(tokens - 1), inputs["input_ids"][0, 1:])
     assert kept
     assert not [shape for shape in kept if vocabulary in shape and shape not in (weight_shape, weight_shape[::-1])]
     assert logprobs.requires_grad

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
 from headrace.errors import ConfigError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.memory import MemoryPlan
-from headrace.models import ModelConfig, load_model
+from headrace.learner.parallel.mesh import Alone
+from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.models import LoraConfig, ModelConfig, load_model
 from tests.learner.builders import Setup, assert_same_bits, gradients, random_batch, weights
 from tests.learner.rank_core_cases import Greedy
 
@@ -42,6 +46,21 @@ def test_levers_that_are_pulled_already_are_not_named(model_dir) -> None:
     ]  # fmt: skip
 
 
+def test_no_lever_is_named_that_an_adapter_cannot_pull(model_dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir), lora=LoraConfig(rank=2)))
+    plan = replace(MemoryPlan.of(model, LearnerConfig()), on_host=False)
+    assert [lever.partition(" ")[0] for lever in plan.levers()] == [
+        "learner.tokens_per_microbatch", "learner.memory.recompute", "learner.memory.offload_activations",
+    ]  # fmt: skip
+
+
+def test_moving_the_optimizer_of_an_adapter_is_refused(model_dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir), lora=LoraConfig(rank=2)))
+    config = LearnerConfig.model_validate({"memory": {"offload_optimizer": True}})
+    with pytest.raises(ConfigError, match=r"offload_optimizer=true: an adapter"):
+        ShardOptimizer(model, config, Alone(model.device))
+
+
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"offload_activations": True}])
 def test_saving_memory_changes_no_bit_in_one_process(model_dir, settings) -> None:
     plain, saving = (Setup(model_dir=model_dir, config={"memory": memory}).learner() for memory in ({}, settings))
@@ -66,3 +85,47 @@ def test_prefixes_are_not_shared_between_ranks_of_one_context() -> None:
 
     with pytest.raises(ConfigError, match=r"share_prefixes=true with parallel.context=2"):
         validate(LearnerConfig, {"share_prefixes": True, "parallel": {"context": 2}})
+
+
+@pytest.mark.parametrize("given", [0, 3])
+def test_moments_that_find_no_memory_leave_everything_as_it_was(
+    model_dir, monkeypatch: pytest.MonkeyPatch, given: int
+) -> None:
+    """Half of them made, some of one weight's made: whatever comes first."""
+    setup = Setup(model_dir=model_dir)
+    learner, twin = setup.learner(), setup.learner()
+    learner.forward_backward(random_batch())
+    before, zeros_like, left = weights(learner), torch.zeros_like, [given]
+
+    def scarce(tensor: Tensor) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return zeros_like(tensor)
+
+    monkeypatch.setattr(torch, "zeros_like", scarce)
+    with pytest.raises(RunError, match=r"step 0 does not fit in memory") as refused:
+        learner.optim_step()
+    monkeypatch.undo()
+    assert "Tried to allocate 2.00 GiB; there is no gradient, weights and optimizer are unchanged" in str(refused.value)
+    assert "learner.tokens_per_microbatch" in refused.value.remedy
+    assert gradients(learner) == {}
+    assert_same_bits(weights(learner), before)
+    for one in (learner, twin):
+        one.train(random_batch())
+    assert_same_bits(weights(learner), weights(twin))
+
+
+def test_an_update_that_runs_out_of_memory_half_way_says_that_a_snapshot_is_needed(
+    model_dir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = Setup(model_dir=model_dir).learner()
+    learner.forward_backward(random_batch())
+
+    def step(lr: float) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(learner._optimizer, "step", step)
+    with pytest.raises(RunError, match="resume from the last one") as refused:
+        learner.optim_step()
+    assert "unchanged" not in str(refused.value)

@@ -133,6 +133,35 @@ def test_a_microbatch_of_nothing_has_the_columns_of_nothing():
     assert [len(micro.samples_K), len(micro.places_M), len(micro.places_R), len(micro.positions_M())] == [0, 0, 0, 0]
 
 
+@given(lengths_lists)
+def test_passes_are_as_small_as_is_best_and_never_over_the_budget(lengths):
+    def cut(best):
+        packing = Packing(budget=BUDGET, cost=Cost(best_rows=best))
+        return plan(np.array(lengths, np.int32), singly(np.arange(len(lengths))), packing)[0]
+
+    fewest = len(cut(None))
+    for best in (1, 20, BUDGET):
+        micros = cut(best)
+        wanted = -(-sum(lengths) // max(best, *lengths, 1)) if lengths else 0
+        assert len(micros) in {fewest, max(fewest, wanted)}
+        assert all(0 < len(micro.places_M) <= BUDGET for micro in micros)
+        assert sorted(s for micro in micros for s in micro.samples_K.tolist()) == list(range(len(lengths)))
+
+
+def test_even_samples_fill_passes_of_the_best_size():
+    packing = Packing(budget=64, cost=Cost(best_rows=16))
+    (micros,) = plan(np.full(12, 8, np.int32), singly(np.arange(12)), packing)
+    assert [len(micro.places_M) for micro in micros] == [16] * 6
+
+
+def test_dense_models_on_a_processor_are_computed_in_passes_that_its_cache_holds(tmp_path):
+    dense = load_model(ModelConfig(path=str(tiny(tmp_path / "dense", intermediate_size=2**13))))
+    assert cost_of(dense, None).best_rows == 2**10
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+    mixture = load_model(ModelConfig(path=str(tiny(tmp_path / "moe", kind="qwen3_moe", extra=settings))))
+    assert cost_of(mixture, find_routing(mixture)).best_rows is None
+
+
 def test_attention_weighs_against_the_parameters_a_token_meets(tmp_path):
     dense = load_model(ModelConfig(path=str(tiny(tmp_path / "dense"))))
     embedding = dense.get_input_embeddings().weight.numel()

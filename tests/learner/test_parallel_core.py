@@ -8,10 +8,13 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.learner.builders import Setup, gradients, random_batch, tiny
-from tests.learner.rank_core_cases import SPECIAL
+from tests.learner.rank_core_cases import AVERAGE, DISTIL, PENALTY, SPECIAL, penalised
 from tests.learner.test_parallel import KINDS, Found, answer, run
 
-CASES = ["replay", "shared", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve", "full"]
+CASES = [
+    *("replay", "shared", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
+    *("kept", "taught", "full"),
+]
 CONFIG = {"tokens_per_microbatch": 30}
 
 
@@ -43,7 +46,18 @@ def alone(place: Path) -> Found:
     (place / "saved_by_one").mkdir()
     learner.save(place / "saved_by_one")
     found["loss"] = [learner.train(random_batch(step=step, num_samples=7)).metrics["loss"] for step in (2, 3)]
+    found["kept"] = kept_alone(place)
+    tiny(place / "other", **{**KINDS["dense"], "seed": 9})
+    teacher = {"teacher": {"kind": "model", "path": str(place / "other")}, "top_k": 5}
+    learner = Setup(model_dir=place / "dense", algo=DISTIL, config={**CONFIG, **teacher}).learner()
+    found["taught"] = learner.forward_backward(batch).metrics["loss"]
+    save_file(gradients(learner), place / "taught.gradients")
     return found
+
+
+def kept_alone(place: Path) -> list[list[float]]:
+    learner = Setup(model_dir=place / "dense", algo=PENALTY, config={**CONFIG, **AVERAGE}).learner()
+    return penalised(lambda batch: learner.train(batch).metrics, range(3))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +86,29 @@ def test_a_batch_in_parts_adds_up_over_ranks(two: Found, alone: Found) -> None:
     found = answer(two, "parts")
     assert found["worst"] < 1e-5
     assert_metrics(found["metrics"], alone["parts"])
+
+
+def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: Found) -> None:
+    found, expected = answer(two, "kept"), alone["kept"]
+    assert expected[2][1] > 0
+    for layout in ("data", "tensor", "context"):
+        for step in range(3):
+            assert found[layout][step] == pytest.approx(expected[step], rel=1e-3, abs=1e-6), layout
+    assert found["resumed"][0] == pytest.approx(expected[2], rel=1e-3, abs=1e-6)
+
+
+def test_one_process_goes_on_with_the_average_that_ranks_saved(two: Found, alone: Found, place: Path) -> None:
+    answer(two, "kept")
+    learner = Setup(model_dir=place / "dense", algo=PENALTY, config={**CONFIG, **AVERAGE}).learner()
+    learner.restore(place / "kept_by_two")
+    (found,) = penalised(lambda batch: learner.train(batch).metrics, range(2, 3))
+    assert found == pytest.approx(alone["kept"][2], rel=1e-3, abs=1e-6)
+
+
+def test_ranks_distil_as_one_process_does(two: Found, alone: Found) -> None:
+    for loss, worst in answer(two, "taught")["found"]:
+        assert loss == pytest.approx(alone["taught"], rel=1e-4)
+        assert worst < 1e-4
 
 
 def test_every_rank_knows_log_pi_of_every_token(two: Found, alone: Found) -> None:

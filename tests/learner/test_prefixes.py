@@ -79,7 +79,7 @@ def test_gradient_is_the_same_to_ten_digits_in_float64(tmp_path):
         inputs = {"input_ids": ids[None], "position_ids": flat.positions_N[None], PLAN: flat}
         loss = np.flatnonzero(batch.mask_N)
         before = loss - 1 if micro.rows_M is None else micro.rows_M[loss - 1]
-        logprobs, entropy = TokenLogprobs(halves(model, inputs), 7, temperature=0.9, entropy_gradient=True)(
+        logprobs, entropy, _ = TokenLogprobs(halves(model, inputs), 7, temperature=0.9, entropy_gradient=True)(
             inputs, torch.from_numpy(before), torch.from_numpy(batch.ids_N[loss].astype(np.int64))
         )
         model.zero_grad()

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError, DataError, RequestError, RunError
+from headrace.errors import ConfigError, DataError, ModelError, RequestError, RunError
 from headrace.policy import Interrupt, Policy, Sample, Tokens
 from headrace.types.episode import StopReason
 from tests.policy.builders import gradients, load, made_up, numbers_for, opened, tiny
@@ -160,6 +160,31 @@ def test_truncated_sampling_brings_its_kept_sets_to_the_learner(model_dir):
         assert metrics["mismatch_abs"] < 1e-5
 
     opened(load(model_dir), run)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_the_learner_shall_not_replay_is_not_recorded(tmp_path, keep):
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    directory = tiny(tmp_path / "mixture", kind="qwen3_moe", extra=extra)
+
+    async def run(policy: Policy) -> None:
+        ((sample,),) = await policy.sample(["abc"], max_new_tokens=3, top_k=3)
+        assert (sample.tokens.kept is not None, sample.tokens.routing is not None) == (keep, keep)
+
+    opened(load(directory, learner={"keep_routing": keep, "keep_sampling_mask": keep}), run)
+
+
+def test_mixture_whose_routing_cannot_be_replayed_is_refused_unless_that_is_wished(tmp_path):
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    directory = tiny(tmp_path / "mixture", kind="qwen2_moe", extra=extra)
+    with pytest.raises(ModelError, match=r"qwen2_moe .*\n.*learner\.keep_routing = false"):
+        load(directory)
+
+    async def run(policy: Policy) -> None:
+        (group,) = await policy.sample(["abc"], n=2, max_new_tokens=3)
+        policy.forward_backward(group, [1.0, -1.0])
+
+    opened(load(directory, learner={"keep_routing": False}), run)
 
 
 def test_experts_that_sampled_are_those_that_are_trained(tmp_path):

@@ -307,8 +307,9 @@ def test_settings_given_at_load_are_laid_over_the_saved_ones(model_dir, tmp_path
         Policy.load(model_dir, lr=1e-3, learner={"lr": 1e-4})
 
 
-def test_nothing_is_lost_by_saving(model_dir, tmp_path):
-    policy, groups = load(model_dir), made_up()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_lost_by_saving(model_dir, tmp_path, dtype):
+    policy, groups = load(model_dir, model={"dtype": dtype}), made_up()
     policy.forward_backward(groups, numbers_for(groups))
     with pytest.raises(RunError, match="a gradient that no step has used"):
         policy.save(tmp_path / "saved")

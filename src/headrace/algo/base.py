@@ -34,8 +34,9 @@ Column = Literal["log_old", "log_mu", "log_ref", "entropy", "versions", "selecte
 Anchor = Literal["old", "mu"]
 """The policy that a ratio is taken against: π_old, or what sampled the token."""
 
-Old = Literal["learner", "engine"]
-"""Who is π_old in a run: the learner before this step's update, or what sampled the token."""
+Old = Literal["learner", "engine", "kept"]
+"""Who is π_old in a run: the learner before this step's update, what sampled the token, or weights that the learner has
+kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class LossInputs:
     log_pi_N: Tensor
     """log π under the weights that are being trained; carries the gradient."""
     log_old_N: Tensor
-    """log π_old: the learner's weights before this step's update, or μ where ``algo.old = "engine"``; no gradient."""
+    """log π_old: the learner's weights before this step's update; μ where ``algo.old = "engine"``; kept weights where
+    it is ``"kept"``; no gradient."""
     log_mu_N: Tensor
     """log μ as the engine recorded it; no gradient."""
     advantages_N: Tensor

@@ -9,6 +9,7 @@ import pydantic
 
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
 from headrace.algo.advantages.outcomes import Floats, Outcomes
+from headrace.algo.advantages.reverse_kl import ReverseKl
 from headrace.algo.base import Old
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis
@@ -38,7 +39,8 @@ class AlgoConfig(Section):
     old: Old = "learner"
     """Who is π_old. ``"learner"``: its weights before this step. A batch is one update, so the loss's ratio π/π_old is
     1 in value: no clip acts, and the correction weighs π_old/μ. ``"engine"``: μ itself, so that the loss's own ratio
-    π/μ and its clips account for older weights; corrections by π_old/μ are refused then."""
+    π/μ and its clips account for older weights; corrections by π_old/μ are refused then. ``"kept"``: the weights that
+    ``learner.old`` keeps, so that the loss's clips bound how far π goes from those; the correction weighs π_old/μ."""
     reduction: ReductionConfig = TokenMean()
     """How token losses become one number. Unset: the one of the loss's paper."""
     allow_uncorrected: bool = False
@@ -54,6 +56,8 @@ class AlgoConfig(Section):
     def _counts_once(self) -> AlgoConfig:
         if self.old == "engine":
             return self._leaves_rho_alone()
+        if self.old == "kept":
+            self._reads_old()
         weights = [f"correction {part.kind!r}" for part in self.correction if part.weighs]
         if self.loss.corrects():
             weights.insert(0, f"loss {self.loss.kind!r}, whose ratio is π/μ,")
@@ -63,6 +67,17 @@ class AlgoConfig(Section):
                 remedy="keep one: set algo.correction = 'none', or algo.loss.anchor = 'old' where the loss has it",
             )
         return self
+
+    def _reads_old(self) -> None:
+        """Weights that nobody asks for log π_old would be kept for nothing."""
+        parts = (self.loss, *self.correction)
+        replaced = next((part for part in self.correction if part.replaces_old), None)
+        if replaced is None and any("log_old" in part.columns() for part in parts):
+            return
+        why = "neither loss nor correction reads π_old"
+        if replaced is not None:
+            why = f"correction {replaced.kind!r} gives its own π_old"
+        raise ConfigError(f"algo.old='kept' has no effect: {why}", remedy="leave algo.old out")
 
     def _leaves_rho_alone(self) -> AlgoConfig:
         """With μ as π_old, ρ = π_old/μ is 1: a weight by it would stand for what the loss's ratio already counts."""
@@ -84,9 +99,21 @@ class AlgoConfig(Section):
 
     def credit(self, outcomes: Outcomes) -> Floats:
         """The advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
+        return self.advantage(self.shaped(outcomes))
+
+    def shaped(self, outcomes: Outcomes) -> Outcomes:
+        """With what ``shaping`` adds to the rewards."""
         for shaping in self.shaping:
             outcomes = replace(outcomes, rewards_E=shaping(outcomes))
-        return self.advantage(outcomes)
+        return outcomes
+
+    def credit_of_episodes(self, outcomes: Outcomes) -> Floats:
+        """What a run hands its learner for every episode: the advantage; the shaped reward of which the learner's
+        critic makes advantages; or the reward's part of one to which its teacher adds."""
+        shaped = self.shaped(outcomes)
+        if isinstance(self.advantage, ReverseKl):
+            return self.advantage.of_rewards(shaped)
+        return shaped.values_E if self.advantage.by_critic else self.advantage(shaped)
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from headrace.algo.losses import AnyLoss
 from headrace.algo.metrics import METRICS
 from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import options_of, rows
-from headrace.algo.returns import CriticLoss, gae
+from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
 
 HEAD = """\
@@ -91,9 +91,9 @@ def _one_line(name: str, key: str, description: str | None) -> str:
 def _functions() -> Iterator[str]:
     yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
     yield _prose(estimate) + "\n"
-    yield "## Returns and the critic\n\n`headrace.algo.gae`; no run uses them yet.\n"
+    yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"
     yield "### gae\n\n" + _prose(gae) + "\n"
-    yield from _entry("critic", CriticLoss)
+    yield "### value_loss\n\n" + _prose(value_loss) + "\n"
     yield "## Metrics\n\nOf every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
     for name, meaning in METRICS.items():

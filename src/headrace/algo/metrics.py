@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from headrace.algo.base import LossInputs, Ratio, log_ratio
+from headrace.algo.divergence import estimate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,11 @@ METRICS = {
     "correction_weight, correction_rejected": "mean factor of the corrections; fraction of tokens whose factor is 0",
     "clip_frac, clip_frac/age_...": "fraction of tokens at a bound of the loss; the same by age",
     "entropy": "mean entropy of π, where it is known",
-    "kl_ref": "mean of the penalty's estimator, where there is one",
+    "kl_ref": "KL(π‖π_ref) by the penalty's estimator; by k3 where there is a reference and no penalty",
+    "kl_teacher": "mean of log μ − log ν, with the advantage `reverse_kl`: KL(μ‖ν)",
+    "explained_variance": "of a critic, before it learns from the batch: 1 − Var(R − V)/Var(R), R discounted to the "
+    "token; missing where that has no variance",
+    "value_loss, value_mean, critic_grad_norm": "mean of ½·(V − return)²; mean of V; norm of the critic's gradient",
     "dpo_accuracy, dpo_dropped": "fraction of pairs whose chosen side gained more; fraction of pairs left out",
 }
 """What the metrics of a loss mean, for the document of formulas."""
@@ -57,6 +62,11 @@ def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
         "ratio_mu": _mean(w_N, mask_N),
         "ratio_mu_squared": _mean(w_N.square(), mask_N),
     }
+
+
+def kl_ref(log_pi_N: Tensor, log_ref_N: Tensor, mask_N: Tensor) -> Ratio:
+    """KL(π‖π_ref) over the mask, by k3."""
+    return _mean(estimate("k3", log_pi_N, log_ref_N), mask_N)
 
 
 def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.algo.advantages import GaeAdvantage
+from headrace.algo.advantages.reverse_kl import ReverseKl
 from headrace.algo.base import (
     BatchLayout,
     Column,
@@ -30,7 +32,7 @@ from headrace.algo.base import (
     Shares,
 )
 from headrace.algo.config import AlgoConfig
-from headrace.algo.metrics import by_age, off_policy
+from headrace.algo.metrics import by_age, kl_ref, off_policy
 from headrace.errors import ConfigError
 
 
@@ -43,11 +45,17 @@ class Objective:
     reduction: Reduction
     old: Old = "learner"
     """Whose log-probabilities a run gives as log π_old."""
+    critic: GaeAdvantage | None = None
+    """How a critic's values become the advantages; ``None`` where the batch comes with them."""
+    teaching: ReverseKl | None = None
+    """What a teacher adds to the advantages that the batch comes with; ``None`` for nothing."""
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
         """The objective that the settings describe."""
-        return cls(config.loss, config.correction, config.reduction, config.old)
+        critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
+        teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
+        return cls(config.loss, config.correction, config.reduction, config.old, critic, teaching)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -99,6 +107,8 @@ class Objective:
         inputs = _clean(inputs)
         log_learner_N = inputs.log_old_N if self.old == "learner" else inputs.log_pi_N.detach()
         metrics = off_policy(inputs, log_learner_N)
+        if inputs.log_ref_N is not None:
+            metrics["kl_ref"] = kl_ref(inputs.log_pi_N.detach(), inputs.log_ref_N, inputs.mask_N)
         factor_N = inputs.log_pi_N.new_ones(len(inputs.mask_N))
         for correction in self.corrections:
             factor = correction(self._own(correction, inputs))

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import Field
-
-from headrace.algo.base import TokenLoss, tensor_of
-from headrace.config import Section
+from headrace.algo.base import tensor_of
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,22 +58,14 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 1
     return Gae(advantages, (advantages + values).masked_fill(~steps, 0.0))
 
 
-class CriticLoss(Section):
+def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None = None) -> Tensor:
     """½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) per token; without ε, ½·(V − R)².
 
-    Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
+    With ε a value that has moved farther than that from the one before the step, towards the return, is learnt no
+    further. Source: Schulman et al., arXiv 1707.06347, with the clipped value of its reference implementation.
     """
-
-    clip: float | None = Field(default=0.2, gt=0)
-    """ε: how far a value may move from the old one before it stops being learnt; ``None``: no such bound."""
-    coef: float = Field(default=0.5, ge=0)
-    """Weight beside the policy's loss."""
-
-    def __call__(self, values_N: Tensor, old_N: Tensor, returns_N: Tensor) -> TokenLoss:
-        """The value of every token; multiply by a reduction's weights, as for a policy."""
-        loss_N = (values_N - returns_N).square() / 2
-        if self.clip is None:
-            return TokenLoss(tokens_N=self.coef * loss_N)
-        near_N = old_N + (values_N - old_N).clamp(-self.clip, self.clip)
-        bounded_N = (near_N - returns_N).square() / 2
-        return TokenLoss(tokens_N=self.coef * loss_N.maximum(bounded_N), clipped_N=bounded_N > loss_N)
+    loss_N = (values_N - returns_N).square() / 2
+    if clip is None:
+        return loss_N
+    near_N = old_N + (values_N - old_N).clamp(-clip, clip)
+    return loss_N.maximum((near_N - returns_N).square() / 2)

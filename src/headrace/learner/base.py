@@ -43,6 +43,13 @@ class Learner(Protocol):
         """Wait until that snapshot is hashed and can be staged."""
         ...
 
+    async def resend(self, publication: Publication) -> WeightUpdate:
+        """The same snapshot once more, whole, for an engine that could not use it as it came.
+
+        Raises :class:`~headrace.errors.WeightsError` if the buffer does not hold it any more.
+        """
+        ...
+
     async def save(self, directory: Path) -> None:
         """Write model, optimizer, schedule and random state into a fresh directory, flushed to disk."""
         ...

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.learner.companions.config import Frozen, KeptConfig, PolicyConfig
+from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
+from headrace.models.devices import AUTO, DeviceName
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
-"""What an objective may ask of this learner, beyond what is always there."""
+"""What an objective may ask of any learner, beyond what is always there."""
 
+SETTINGS = {
+    "log_ref": "learner.reference",
+    "log_old of kept weights": "learner.old",
+    "top_k": "learner.teacher",
+    "log_nu": "learner.teacher",
+}
+"""What else it may ask, and the setting that says of whom."""
 
 Rate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -19,6 +30,9 @@ Rate = Annotated[float, Field(ge=0, lt=1)]
 class LearnerConfig(Section):
     """The optimizer, its schedule, how a batch is cut into micro-batches, and the ranks that compute them."""
 
+    device: DeviceName = AUTO
+    """Where it computes: ``cpu``, ``cuda`` or ``cuda:N``; several ranks take one GPU each, from the first. ``auto``:
+    GPUs where torch sees some, else the processor."""
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate; 0 trains nothing and is allowed, as a control."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -51,6 +65,36 @@ class LearnerConfig(Section):
     """What is kept, where, in which number format."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, or another."""
+    reference: PolicyConfig | None = None
+    """The policy that KL penalties (``kl_coef`` of a loss) are taken to; the metric ``kl_ref`` says how far away it
+    is, with a penalty or without. Unset: the weights that the run begins with, if the loss has a penalty; else none."""
+    old: KeptConfig | None = None
+    """Whose π_old is, where ``algo.old = "kept"``."""
+    teacher: PolicyConfig | None = None
+    """The policy that is distilled: by ``algo.loss = "distill"``, or by ``algo.advantage = "reverse_kl"``."""
+    top_k: int = Field(default=64, ge=1)
+    """How many of the teacher's likeliest entries are compared at each token; what remains is one more entry.
+    All entries of a vocabulary that has fewer."""
+    critic: CriticConfig = CriticConfig()
+    """The critic that ``algo.advantage = "gae"`` needs; without that there is none."""
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """Those that are asked for log-probabilities, by the names of their settings."""
+        named = {"reference": self.reference, "old": self.old, "teacher": self.teacher}
+        return {name: config for name, config in named.items() if config is not None}
+
+    def serving(self, columns: Iterable[str]) -> LearnerConfig:
+        """The same, with the reference that a loss with a penalty has by default, if ``columns`` ask for one."""
+        if self.reference is not None or "log_ref" not in columns:
+            return self
+        return self.model_copy(update={"reference": Frozen()})
+
+    @model_validator(mode="after")
+    def _top_k_has_a_teacher(self) -> LearnerConfig:
+        if self.teacher is None and self.top_k != type(self).model_fields["top_k"].default:
+            raise ValueError(f"top_k={self.top_k} has no effect without learner.teacher; set that, or leave top_k out")
+        return self
 
     @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:

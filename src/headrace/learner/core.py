@@ -2,6 +2,7 @@
 
     batch ──▶ refuse what cannot be trained ──▶ drop tokens without a finite μ, count them
           ──▶ one weight per token, over the whole batch (and the tokens chosen from all of it, where a formula asks)
+          ──▶ columns of companions: reference, teacher, kept π_old (companions/)
           ──▶ micro-batches of about equal cost (packing.py), dealt to the ranks
           ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ the optimizer at the schedule's rate (optim.py, parallel/optim.py) ──▶ version + 1
@@ -26,10 +27,12 @@ from transformers import PreTrainedModel
 from headrace.algo.objective import Objective, usable
 from headrace.clock import Clock
 from headrace.errors import ConfigError, RunError
-from headrace.learner.config import COLUMNS, LearnerConfig
+from headrace.learner.companions.base import LearnerParts
+from headrace.learner.companions.registry import companions, refuse_unserved
+from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.intake import Mask, layout
-from headrace.learner.memory import MemoryPlan, told_when_full
+from headrace.learner.memory import HALF_UPDATED, MemoryPlan, told_when_full
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.files import Snapshot
@@ -110,7 +113,8 @@ class LearnerCore:
         context: LearnerContext,
         ranks: AnyRanks | None = None,
     ) -> None:
-        _refuse_settings(objective, context.temperature)
+        _refuse_settings(context.temperature)
+        config = config.serving(objective.columns)
         self._ranks = ranks or Alone(model.device)
         config.parallel.refuse_world(self._ranks.config.world)
         self.model = model.eval()
@@ -128,7 +132,10 @@ class LearnerCore:
             ranks=self._ranks,
         )
         self._optimizer = ShardOptimizer(model, config, self._ranks)
-        self._files = Snapshot(model, self._optimizer, self._ranks)
+        own = {"model": model, "forward": self._forward, "optimizer": self._optimizer, "ranks": self._ranks}
+        self._companions = companions(LearnerParts(config=config, objective=objective, context=context, **own))
+        refuse_unserved(self._objective, self._companions)
+        self._files = Snapshot(model, self._optimizer, self._ranks, self._companions)
         self._memory = MemoryPlan.of(model, config)
         self._parts: _Parts | None = None
         self._spans: list[Span] = []
@@ -143,6 +150,11 @@ class LearnerCore:
     def has_gradient(self) -> bool:
         """Whether there is one that :meth:`optim_step` has not used."""
         return not self._optimizer.empty
+
+    @property
+    def lends(self) -> bool:
+        """Whether the model holds other weights for a while as a batch is trained: no other thread may read them."""
+        return any(companion.lends for companion in self._companions)
 
     def train(self, batch: Batch) -> StepReport:
         """One whole optimizer step. ``batch.step`` must be :attr:`version`.
@@ -173,7 +185,7 @@ class LearnerCore:
         work, mass, dropped = self._prepare(batch)
         if not work.mask_N.any():
             raise _nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = replace(work, weights_N=work.weights_N / mass.clamp(min=1.0))
+        work = self._accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
         tally = Tally()
@@ -196,10 +208,10 @@ class LearnerCore:
         """
         start_s = self._context.clock.now()
         self._refuse(part)
-        if self._objective.selects:
+        if self._objective.selects or self._objective.critic is not None:
             raise ConfigError(
-                "the objective chooses its tokens from the whole batch, which is not there yet",
-                remedy="choose an algo.loss and algo.correction that select no tokens, or give the batch as one",
+                "the objective chooses its tokens from the whole batch, or makes its advantages of it: give no part",
+                remedy="choose an algo.loss, algo.correction and algo.advantage that do not, or give the batch as one",
             )
         if self._parts is None:
             if self.has_gradient:
@@ -207,7 +219,7 @@ class LearnerCore:
             self._parts = _Parts()
         parts = self._parts
         work, mass, dropped = self._prepare(part)
-        self._backward(work, parts.tally)
+        self._backward(self._accompany(work), parts.tally)
         parts.mass += float(mass)
         parts.loss_tokens += part.num_loss_tokens
         for reason, count in dropped.items():
@@ -222,6 +234,8 @@ class LearnerCore:
             raise _nothing_to_learn(self._step, parts.loss_tokens)
         scale = 1.0 / max(parts.mass, 1.0)
         self._optimizer.scale(scale)
+        for companion in self._companions:
+            companion.scale(scale)
         return Gradient(
             metrics=parts.tally.metrics(scale),
             trained_tokens=parts.tally.trained_tokens,
@@ -243,17 +257,26 @@ class LearnerCore:
         with self._ranks.together():
             grad_norm = self._optimizer.clip_norm(self._config.max_grad_norm)
         if not math.isfinite(grad_norm):
-            self._optimizer.zero_grad()
+            self._forget()
             raise RunError(
                 f"step {self._step}: the global gradient norm is {grad_norm}; weights and optimizer are unchanged",
                 remedy="lower learner.lr or set model.dtype='float32'; log_ratio_abs_max shows how it came; "
                 "the run resumes from its last snapshot",
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps)
-        if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
-            with self._ranks.together():
+        with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._forget)
+            for part in (*([self._optimizer] if lr > 0 else ()), *self._companions):
+                part.make_room()
+            undo.pop_all()
+        with self._ranks.together(), told_when_full(self._memory, self._step, HALF_UPDATED):
+            for companion in self._companions:
+                companion.before_update()
+            if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
                 self._optimizer.step(lr)
-        self._optimizer.zero_grad()
+            self._optimizer.zero_grad()
+            for companion in self._companions:
+                companion.after_update(self._step + 1)
         seconds = self._ended("optim_step", start_s)
         self._step += 1
         return Update(grad_norm=grad_norm, lr=lr, seconds=seconds)
@@ -282,6 +305,7 @@ class LearnerCore:
         if weights:
             self._files.restore_weights(directory)
         self._step = self._files.restore_optimizer(directory)
+        self._files.restore_companions(directory)
 
     def take_spans(self) -> tuple[Span, ...]:
         """What it did since the last call, for the trace."""
@@ -294,6 +318,7 @@ class LearnerCore:
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",
                 remedy="train the batches of a run in order, each once",
             )
+        refuse_unserved(self._objective, self._companions)
         self._forward.refuse(batch)
 
     def _prepare(self, batch: Batch) -> tuple[Work, Tensor, dict[str, int]]:
@@ -303,6 +328,17 @@ class LearnerCore:
         shares = self._objective.shares(layout(batch, mask))
         work = Work(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
+
+    def _accompany(self, work: Work) -> Work:
+        """With the columns of the companions; if one fails, no gradient is left."""
+        for companion in self._companions:
+            start_s = self._context.clock.now()
+            with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
+                undo.callback(self._forget)
+                work = companion.prepare(work)
+                undo.pop_all()
+            self._ended(companion.name, start_s)
+        return work
 
     def _backward(self, work: Work, tally: Tally) -> None:
         """Micro-batch by micro-batch; if one fails, no gradient is left."""
@@ -315,11 +351,11 @@ class LearnerCore:
             undo.pop_all()
 
     def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
-        passed = self._forward(work.batch, work.mask_N, micro)
+        passed = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         if not len(micro.places_M):  # computed because the other ranks compute
             (passed.log_pi_M.sum() * 0.0).backward()
             return
-        inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M)
+        inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M, passed.top_MK)
         output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
         (output.loss * self._ranks.config.averaged).backward()
         tally.add(work, micro, passed, output)
@@ -330,6 +366,8 @@ class LearnerCore:
 
     def _forget(self) -> None:
         self._optimizer.zero_grad()
+        for companion in self._companions:
+            companion.forget()
         self._parts = None
 
     def _select(self, work: Work) -> Tensor | None:
@@ -353,15 +391,9 @@ def _nothing_to_learn(step: int, loss_tokens: int) -> RunError:
     )
 
 
-def _refuse_settings(objective: Objective, temperature: float) -> None:
+def _refuse_settings(temperature: float) -> None:
     if temperature <= 0:
         raise ConfigError(
             f"sampling temperature {temperature} leaves no distribution to learn",
             remedy="sample training episodes at a temperature > 0 (1 is usual)",
-        )
-    missing = sorted(objective.columns - COLUMNS)
-    if missing:
-        raise ConfigError(
-            f"the objective reads {', '.join(missing)}, which this learner does not compute",
-            remedy="choose an algo.loss and algo.correction without it; for log_ref set algo.loss.kl_coef = 0",
         )

@@ -5,7 +5,7 @@
                 ──▶ those before a loss token ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
 
 Shape legend: N tokens of the batch, M tokens of a micro-batch, R rows of it that are computed, P tokens of it that
-carry loss.
+carry loss, K entries of a distribution.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from headrace.errors import ModelError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
+from headrace.learner.head import Likeliest
 from headrace.learner.intake import Mask, refuse_unfit
-from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, halves
+from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, TopEntries, halves
 from headrace.learner.packing import MicroBatch, Packing, plan, singly
 from headrace.learner.parallel.halves import ShardedLogprobs
 from headrace.learner.parallel.mesh import Alone, AnyRanks
@@ -46,8 +47,20 @@ class Passed:
     """Carries the gradient."""
     entropy_M: Tensor
     """Carries it where the objective asks for that."""
+    top_MK: Tensor
+    """log π of the entries that were asked for, with the gradient; K = 0 if none were."""
     seen: Seen | None
     """The replay of its routing, if there was one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """The likeliest entries of some policy at each token of a batch, in the host's memory."""
+
+    ids_NK: Tensor
+    """int32."""
+    logs_NK: Tensor
+    """Their log-probabilities."""
 
 
 class Forward:
@@ -82,11 +95,17 @@ class Forward:
         def logprobs(parts: Halves) -> TokenLogprobs:
             return TokenLogprobs(parts, chunk, temperature, entropy_gradient, log_softmax)
 
+        def top_entries(parts: Halves) -> TopEntries:
+            return TopEntries(parts, chunk, temperature)
+
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
+        self._top_entries: Callable[..., tuple[Tensor, ...]]
         if self._ranks.config.world > 1:
             self._token_logprobs = ShardedLogprobs(model, logprobs)
+            self._top_entries = ShardedLogprobs(model, top_entries)
         else:
-            self._token_logprobs = logprobs(halves(model, self._probe()))
+            parts = halves(model, self._probe())
+            self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
 
     def refuse(self, batch: Batch) -> None:
         """Raise :class:`~headrace.errors.RunError` for a batch that this model cannot compute."""
@@ -99,8 +118,9 @@ class Forward:
         units = siblings(batch, samples, self._packing.budget) if self._share else singly(samples)
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
-    def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch) -> Passed:
-        """One forward pass. A token came from the logits of the one before it."""
+    def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> Passed:
+        """One forward pass. A token came from the logits of the one before it. ``top_NK``: entries of whose log π is
+        asked at each token, in the host's memory."""
         view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
         places_P = micro.places_M[view.places_P]
         with self._replaying(batch, view) as seen, save_on_cpu() if self._offload else nullcontext():
@@ -109,9 +129,10 @@ class Forward:
                 torch.from_numpy(view.before_P).to(self._ranks.device),
                 torch.from_numpy(batch.ids_N[places_P].astype(np.int64)).to(self._ranks.device),
                 None if batch.kept is None else batch.kept.take(places_P),
+                None if top_NK is None else top_NK[places_P].to(self._ranks.device, torch.int64),
             )
-            log_pi_M, entropy_M = (view.join(column_P) for column_P in found)
-        return Passed(log_pi_M=log_pi_M, entropy_M=entropy_M, seen=seen)
+            log_pi_M, entropy_M, top_MK = (view.join(column_P) for column_P in found)
+        return Passed(log_pi_M=log_pi_M, entropy_M=entropy_M, top_MK=top_MK, seen=seen)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
@@ -120,6 +141,21 @@ class Forward:
         for micro in self.cut(batch, mask_N):
             logprobs_N[micro.places_M] = self(batch, mask_N, micro).log_pi_M.cpu().numpy()
         return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
+
+    @torch.no_grad()
+    def top_entries(self, batch: Batch, mask_N: Mask, wanted: Likeliest) -> TopK:
+        """The likeliest entries at every token of the mask; 0 elsewhere."""
+        ids_NK = torch.zeros(batch.num_tokens, wanted.num, dtype=torch.int32)
+        logs_NK = torch.zeros(batch.num_tokens, wanted.num)
+        for micro in self.cut(batch, mask_N):
+            view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
+            with self._replaying(batch, view):
+                before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
+                found = self._top_entries(view.inputs(batch.ids_N), before_P, wanted)
+            ids_MK, logs_MK = (view.join(column_PK) for column_PK in found)
+            ids_NK[micro.places_M] = ids_MK.cpu().to(ids_NK.dtype)
+            logs_NK[micro.places_M] = logs_MK.cpu().to(logs_NK.dtype)
+        return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
 
     def _replaying(self, batch: Batch, view: View) -> AbstractContextManager[Seen | None]:
         if batch.routing is None or not len(view.rows_R):

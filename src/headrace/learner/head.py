@@ -13,7 +13,7 @@ Online softmax: Milakov & Gimelshein, arXiv 1805.02867. Entropy: H = log s − d
 ∂H/∂z = −p (log p + H).
 
 Shape legend: P tokens, C tokens of a tile, V vocabulary, B entries of a tile, D hidden size, E entries of all
-kept-sets.
+kept-sets, K entries of each token that are asked for besides the sampled one.
 """
 
 from __future__ import annotations
@@ -90,16 +90,61 @@ class Asked:
     """Whether the entropies carry a gradient."""
     keep_logits: bool
     """Whether the logits may stay in memory until the backward pass, which is then spared computing them again."""
+    top_PK: Tensor | None = None
+    """Other entries of the whole distribution whose log π is wanted."""
+
+    def others(self, tokens: slice) -> Tensor:
+        """The other entries (C, K) of some tokens; K = 0 if none are wanted."""
+        return self.ids_P[tokens, None][:, :0] if self.top_PK is None else self.top_PK[tokens]
 
 
-def linear_logprobs(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked) -> tuple[Tensor, Tensor]:
-    """log π of ``asked.ids_P`` and the entropies, in nats (P,) each, at least float32; exact gradients.
+def linear_logprobs(
+    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log π of ``asked.ids_P`` and the entropies, in nats (P,) each, and log π of ``asked.top_PK`` (P, K; K = 0
+    for ``None``), at least
+    float32; exact gradients.
 
     The head is ``hidden · weightᵀ + bias``, in the number format of its weights; sums are in float32 or better.
     """
     apply: Any = _LinearLogprobs.apply
-    logprobs_P, entropy_P = apply(hidden_PD, weight_VD, bias_V, asked)
-    return logprobs_P, entropy_P
+    logprobs_P, entropy_P, top_PK = apply(hidden_PD, weight_VD, bias_V, asked)
+    return logprobs_P, entropy_P, top_PK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likeliest:
+    """Which entries of a distribution are wanted."""
+
+    num: int
+    """K: how many."""
+    below: int
+    """Only ids below this one; the distribution is over all of them."""
+
+
+@torch.no_grad()
+def linear_top(
+    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, wanted: Likeliest
+) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities (P, K) of the likeliest entries under the same head, the likeliest first."""
+    head = _Head(hidden_PD, weight_VD, bias_V, temperature)
+    found: list[tuple[Tensor, Tensor]] = []
+    for tokens in head.tokens:
+        best_CK = hidden_PD.new_empty(tokens.stop - tokens.start, 0, dtype=head.wide)
+        ids_CK = best_CK.long()
+        running = _Running(hidden_PD.new_empty(len(best_CK), 1, dtype=head.wide))
+        for entries in head.entries:
+            logits_CB = head.logits(tokens, entries)
+            running.add(logits_CB)
+            logits_CB = logits_CB[:, : max(0, wanted.below - entries.start)]
+            more_CK, places_CK = logits_CB.topk(min(wanted.num, logits_CB.shape[1]))
+            best_CK, ids_CK = torch.cat([best_CK, more_CK], 1), torch.cat([ids_CK, places_CK + entries.start], 1)
+            best_CK, kept_CK = best_CK.topk(min(wanted.num, best_CK.shape[1]))
+            ids_CK = ids_CK.gather(1, kept_CK)
+        found.append((ids_CK, best_CK - running.log_sum()[:, None]))
+    nothing = hidden_PD.new_empty(0, wanted.num, dtype=head.wide)
+    ids, logs = zip(*found, strict=True) if found else ((nothing.long(),), (nothing,))
+    return torch.cat(ids), torch.cat(logs)
 
 
 class _Running:
@@ -148,8 +193,9 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
+        top_PK = hidden_PD.new_empty(asked.others(slice(None)).shape, dtype=head.wide)
         picked_P, log_sum_P, entropy_P = hidden_PD.new_empty(3, len(hidden_PD), dtype=head.wide)
         logits_E = hidden_PD.new_empty(0 if asked.kept is None else len(asked.kept.owners_E), dtype=head.wide)
         tiles: dict[tuple[int, int], Tensor] = {}
@@ -158,9 +204,8 @@ class _LinearLogprobs(torch.autograd.Function):
             for entries in head.entries:
                 logits_CB = head.logits(tokens, entries)
                 running.add(logits_CB)
-                inside_C, column_C = _column(asked.ids_P[tokens], entries)
-                chosen_C = logits_CB.gather(1, column_C[:, None])[:, 0]
-                picked_P[tokens] = torch.where(inside_C, chosen_C, picked_P[tokens])
+                _pick(picked_P[tokens, None], logits_CB, asked.ids_P[tokens, None], entries)
+                _pick(top_PK[tokens], logits_CB, asked.others(tokens), entries)
                 if asked.kept is not None:
                     places, flat = asked.kept.within(tokens, entries)
                     logits_E[places] = logits_CB.view(-1)[flat]
@@ -177,15 +222,15 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E)
         if not asked.entropy_gradient:
             ctx.mark_non_differentiable(entropy_P)
-        return logprobs_P, entropy_P
+        return logprobs_P, entropy_P, top_PK - log_sum_P[:, None]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor, by_top_PK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
         asked: Asked = ctx.asked
         head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
-        slope = _Slope(asked, by_logprob_P, by_entropy_P if asked.entropy_gradient else None, shares_E)
+        slope = _Slope(asked, by_logprob_P, by_entropy_P if asked.entropy_gradient else None, by_top_PK, shares_E)
         sums = _Sums(head, ctx.needs_input_grad[:3])
         for entries in head.entries:
             for tokens in head.tokens:
@@ -201,15 +246,21 @@ class _Slope:
     """The gradient of the logits, before they were divided by the temperature."""
 
     def __init__(
-        self, asked: Asked, by_logprob_P: Tensor, by_entropy_P: Tensor | None, shares_E: Tensor | None
+        self,
+        asked: Asked,
+        by_logprob_P: Tensor,
+        by_entropy_P: Tensor | None,
+        by_top_PK: Tensor,
+        shares_E: Tensor | None,
     ) -> None:
         self._asked = asked
-        self._by_logprob_P, self._by_entropy_P = by_logprob_P, by_entropy_P
+        self._by_logprob_P, self._by_entropy_P, self._by_top_PK = by_logprob_P, by_entropy_P, by_top_PK
         self._whole_P = -by_logprob_P
         if asked.kept is not None:
             assert shares_E is not None
             self._whole_P = self._whole_P.masked_fill(asked.kept.sizes_P > 0, 0.0)
             self._by_kept_E = -by_logprob_P[asked.kept.owners_E] * shares_E
+        self._whole_P = self._whole_P - by_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
         slope_CB = log_p_CB.exp()
@@ -221,8 +272,8 @@ class _Slope:
         if self._asked.kept is not None:
             places, flat = self._asked.kept.within(tokens, entries)
             slope_CB.view(-1)[flat] += self._by_kept_E[places]
-        inside_C, column_C = _column(self._asked.ids_P[tokens], entries)
-        slope_CB.scatter_add_(1, column_C[:, None], (self._by_logprob_P[tokens] * inside_C)[:, None])
+        _put(slope_CB, self._by_logprob_P[tokens, None], self._asked.ids_P[tokens, None], entries)
+        _put(slope_CB, self._by_top_PK[tokens], self._asked.others(tokens), entries)
         return slope_CB if self._asked.temperature == 1.0 else slope_CB.div_(self._asked.temperature)
 
 
@@ -272,11 +323,23 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def _column(ids_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
+def _pick(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:
+    """Write the logits of those ids that are among the entries."""
+    inside_CK, column_CK = _column(ids_CK, entries)
+    found_CK.copy_(torch.where(inside_CK, logits_CB.gather(1, column_CK), found_CK))
+
+
+def _put(slope_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
+    """Add to the slopes of those ids that are among the entries."""
+    inside_CK, column_CK = _column(ids_CK, entries)
+    slope_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
+
+
+def _column(ids_CK: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     """Whether each id is among the entries, and its place there (any place, if not)."""
-    column_C = ids_C - entries.start
-    inside_C = (column_C >= 0) & (column_C < entries.stop - entries.start)
-    return inside_C, column_C.clamp(0, entries.stop - entries.start - 1)
+    column_CK = ids_CK - entries.start
+    inside_CK = (column_CK >= 0) & (column_CK < entries.stop - entries.start)
+    return inside_CK, column_CK.clamp(0, entries.stop - entries.start - 1)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:

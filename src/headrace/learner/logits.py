@@ -8,7 +8,7 @@ the hidden states it is handed, over chunks of tokens that are computed again in
 not come apart in this way is run whole.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
-D hidden size (V for a model that is run whole).
+D hidden size (V for a model that is run whole), K entries of each position that are asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from headrace.learner.head import Asked, Kept, linear_logprobs
+from headrace.learner.head import Asked, Kept, Likeliest, linear_logprobs, linear_top
 from headrace.types.recorded import KeptSets
 
 LOGITS_PER_CHUNK = 2**24
@@ -158,19 +158,27 @@ class TokenLogprobs:
         self._entropy_gradient = entropy_gradient
 
     def __call__(
-        self, inputs: dict[str, Any], before_P: Tensor, ids_P: Tensor, kept: KeptSets | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each, at least float32,
-        in nats. One forward pass of the trunk over ``inputs``.
+        self,
+        inputs: dict[str, Any],
+        before_P: Tensor,
+        ids_P: Tensor,
+        kept: KeptSets | None = None,
+        top_PK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """log π of ``ids_P``, sampled at the positions after ``before_P``, and entropies: (P,) each; and log π of the
+        entries ``top_PK`` there (P, K), K = 0 if none are asked for; at least float32, in nats. One forward pass of the
+        trunk over ``inputs``.
 
-        ``kept``: what each of the P tokens was sampled from; log π is renormalised over it. The entropy is that of the
-        whole distribution.
+        ``kept``: what each of the P tokens was sampled from; its log π is renormalised over it. Entropy and ``top_PK``
+        are of the whole distribution.
         """
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
+        top_PK = ids_P.new_empty(len(ids_P), 0) if top_PK is None else top_PK
         matrix = self._model.matrix() if self._tiled and isinstance(self._model, SplitModel) else None
         if matrix is not None:
             asked = Asked(
                 ids_P=ids_P,
+                top_PK=top_PK,
                 temperature=self._temperature,
                 kept=None if kept is None else Kept(kept, hidden_PD.device),
                 entropy_gradient=self._entropy_gradient,
@@ -178,27 +186,58 @@ class TokenLogprobs:
             )
             return linear_logprobs(hidden_PD, *matrix, asked)
         if len(ids_P) <= self._chunk:
-            return self._of_chunk(hidden_PD, ids_P, kept)
+            return self._of_chunk(hidden_PD, ids_P, top_PK, kept)
         parts = []
         for start in range(0, len(ids_P), self._chunk):
             part = slice(start, min(start + self._chunk, len(ids_P)))
-            args = hidden_PD[part], ids_P[part], None if kept is None else kept[part]
+            args = hidden_PD[part], ids_P[part], top_PK[part], None if kept is None else kept[part]
             parts.append(checkpoint(self._of_chunk, *args, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        logprobs, entropies, tops = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies), torch.cat(tops)
 
-    def _of_chunk(self, hidden_CD: Tensor, ids_C: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor]:
-        logits_CV = self._model.logits(hidden_CD)
-        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self._temperature
+    def _of_chunk(
+        self, hidden_CD: Tensor, ids_C: Tensor, top_CK: Tensor, kept: KeptSets | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits_CV = _tempered(self._model.logits(hidden_CD), self._temperature)
         all_CV = self._log_softmax(logits_CV)
         drawn_CV = all_CV
         if kept is not None:
             allowed_CV = Kept(kept, logits_CV.device).allowed(*logits_CV.shape)
             drawn_CV = self._log_softmax(logits_CV.masked_fill(~allowed_CV, -torch.inf))
         logprobs_C = drawn_CV.gather(1, ids_C[:, None])[:, 0]
+        of_top_CK = all_CV.gather(1, top_CK)
         if self._entropy_gradient:
-            return logprobs_C, _entropy(all_CV)
+            return logprobs_C, _entropy(all_CV), of_top_CK
         with torch.no_grad():  # last, so that the recomputation stops before it
-            return logprobs_C, _entropy(all_CV)
+            return logprobs_C, _entropy(all_CV), of_top_CK
+
+
+class TopEntries:
+    """The likeliest entries of each distribution, under a temperature; no gradient."""
+
+    def __init__(self, model: Halves, chunk: int, temperature: float) -> None:
+        self._model = model
+        self._chunk = chunk
+        self._temperature = temperature
+
+    def __call__(self, inputs: dict[str, Any], before_P: Tensor, wanted: Likeliest) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities (P, K) after the positions ``before_P``, the likeliest first."""
+        hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
+        matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
+        if matrix is not None:
+            return linear_top(hidden_PD, *matrix, self._temperature, wanted)
+        parts = [self._of_chunk(hidden_CD, wanted) for hidden_CD in hidden_PD.split(self._chunk)]
+        ids, logs = zip(*parts, strict=True)
+        return torch.cat(ids), torch.cat(logs)
+
+    def _of_chunk(self, hidden_CD: Tensor, wanted: Likeliest) -> tuple[Tensor, Tensor]:
+        all_CV = _tempered(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
+        logs_CK, ids_CK = all_CV[:, : wanted.below].topk(wanted.num)
+        return ids_CK, logs_CK
+
+
+def _tempered(logits_CV: Tensor, temperature: float) -> Tensor:
+    return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
 
 
 def _entropy(all_CV: Tensor) -> Tensor:

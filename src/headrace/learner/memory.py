@@ -15,7 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from headrace.errors import RunError
+from headrace.learner.companions.config import KeptSection
 from headrace.learner.config import LearnerConfig
+from headrace.learner.cost import best_rows
+from headrace.models.weights import is_adapted
 
 MOMENTS_BYTES = 8
 """AdamW's two moments of one parameter, in float32."""
@@ -26,6 +29,8 @@ class MemoryPlan:
     """What a learner keeps in its device's memory, and its settings."""
 
     config: LearnerConfig
+    tokens: int
+    """Of the largest pass, where samples are short."""
     layer_bytes: int
     """What the backward pass needs of one token in one layer."""
     input_bytes: int
@@ -35,6 +40,8 @@ class MemoryPlan:
     """Parameters that are trained, over all ranks."""
     itemsize: int
     """Bytes of one of them."""
+    adapted: bool
+    """Whether an adapter is trained: it has one rank, and an optimizer too small to be moved."""
     on_host: bool
     """Whether the device is the host itself: moving things there frees nothing."""
 
@@ -53,42 +60,52 @@ class MemoryPlan:
             inner = int(getattr(read, "moe_intermediate_size", None) or inner) * int(experts)
         return cls(
             config=config,
+            tokens=min(config.tokens_per_microbatch, best_rows(model) or config.tokens_per_microbatch),
             layer_bytes=(10 * hidden + 3 * inner) * itemsize,
             input_bytes=hidden * itemsize,
             num_layers=int(read.num_hidden_layers),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             itemsize=itemsize,
+            adapted=is_adapted(model),
             on_host=model.device.type == "cpu",
         )
 
     def levers(self) -> list[str]:
         """Settings that need less, each with about what it frees on one rank."""
         config, memory, ways = self.config, self.config.memory, self.config.parallel
-        tokens = config.tokens_per_microbatch / ways.context
+        tokens = self.tokens / ways.context
         kept = self.input_bytes if memory.recompute else self.layer_bytes
         activations = 0 if memory.offload_activations else tokens * self.num_layers * kept / ways.tensor
         parts = ways.data * ways.context * ways.tensor
         masters = 4 * (memory.masters and self.itemsize < 4)
         moments = self.trained * (MOMENTS_BYTES + masters) / parts
         gradients = self.trained * (self.itemsize + 4 * bool(masters)) / parts
-        half = max(1, config.tokens_per_microbatch // 2)
+        half = max(1, self.tokens // 2)
+        offloaded = self.on_host or self.adapted or memory.offload_optimizer
         inputs = tokens * self.num_layers * self.input_bytes / ways.tensor
         saved = {
             f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2,
             "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs,
             "learner.memory.offload_activations = true": 0 if self.on_host else activations,
-            "learner.memory.offload_optimizer = true": 0 if self.on_host or memory.offload_optimizer else moments,
-            f"learner.parallel.data = {2 * ways.data} (on as many devices)": (
-                self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)
-            )
-            / 2,
+            "learner.memory.offload_optimizer = true": 0 if offloaded else moments,
+            f"learner.parallel.data = {2 * ways.data} (on as many devices)": 0
+            if self.adapted
+            else (self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)) / 2,
         }
+        for name, policy in config.policies.items():
+            if isinstance(policy, KeptSection) and policy.device == "model" and not self.on_host:
+                saved[f"learner.{name}.device = 'cpu'"] = policy.num_bytes(self.trained, self.itemsize) / parts
         return [f"{setting}: about {in_words(freed)}" for setting, freed in saved.items() if freed > 0]
 
 
+UNCHANGED = "there is no gradient, weights and optimizer are unchanged, and the batch can be given again"
+HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights: resume from the last one"
+"""What a failure leaves."""
+
+
 @contextmanager
-def told_when_full(plan: MemoryPlan, step: int) -> Iterator[None]:
-    """Say what to do when there is not enough memory.
+def told_when_full(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
+    """Say what to do when there is not enough memory, and what is ``left`` then.
 
     Raises :class:`~headrace.errors.RunError`; whoever computes inside must have dropped what it made by then.
     """
@@ -105,8 +122,7 @@ def told_when_full(plan: MemoryPlan, step: int) -> Iterator[None]:
         if not plan.on_host:
             torch.cuda.empty_cache()
         raise RunError(
-            f"step {step} does not fit in memory: {said.splitlines()[0]}; there is no gradient, weights and optimizer "
-            "are unchanged, and the batch can be given again",
+            f"step {step} does not fit in memory: {said.splitlines()[0]}; {left}",
             remedy="one of these frees memory on each rank: " + "; ".join(plan.levers()),
         )
 

@@ -24,7 +24,8 @@ FUSED_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
-    """The rate of the update that makes version ``step + 1``; steps count from 0.
+    """The rate of the update that makes version ``step + 1``; steps count from 0. It is 0 while only the critic is
+    warmed up; the schedule lies in the steps after that.
 
     Each of the ``warmup_steps`` is above 0 and below the peak, and so is each step of a decay above its floor: no
     step is wasted. After ``total_steps`` the rate stays at the floor.
@@ -33,6 +34,10 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
     >>> [learning_rate(config, step, total_steps=5) for step in range(6)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
+    alone = config.critic.warmup_steps
+    if step < alone:
+        return 0.0
+    step, total_steps = step - alone, total_steps - alone
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     decay_steps = max(1, total_steps - config.warmup_steps)

@@ -1,7 +1,8 @@
 """A batch cut into micro-batches: whole samples, a bounded number of token positions, balanced, no padding.
 
     samples ──▶ units: single samples, or siblings that share a prefix (prefixes.py)
-            ──▶ as few bins as first-fit decreasing needs, evenly filled by what they cost to compute
+            ──▶ as few bins as first-fit decreasing needs, or as many as keep a pass in the processor's cache, evenly
+                filled by what they cost to compute
             ──▶ dealt to the ranks, the costliest first: as many for each, of about the same cost at the same time
 
 Shape legend: S samples of the batch, N tokens of the batch, U units, K samples of one micro-batch, M tokens of one
@@ -30,6 +31,8 @@ class Cost:
     """Everything but attention."""
     per_pair: float = 0.0
     """Attention, for a token of a sample and a token of the same sample."""
+    best_rows: int | None = None
+    """Tokens of one pass above which each costs more; ``None`` where larger passes are never slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +171,9 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
     rows_U = np.array([unit.num_rows(lengths) for unit in units], np.int64)
     cost_U = np.array([unit.cost(lengths, packing.cost) for unit in units])
     _refuse_long(units, rows_U, packing.budget)
-    bins = pack(rows_U, packing.budget, cost_U, multiple_of=packing.num_ranks)
+    best = packing.cost.best_rows
+    wanted = 0 if best is None else -(-int(rows_U.sum()) // max(best, int(rows_U.max(initial=1))))
+    bins = pack(rows_U, packing.budget, cost_U, multiple_of=packing.num_ranks, at_least=wanted)
     costs = [float(cost_U[members].sum()) for members in bins]
     order = sorted(range(len(bins)), key=lambda number: (-costs[number], bins[number].min(initial=len(units))))
     micros = [MicroBatch.of([units[unit] for unit in bins[number]], lengths) for number in order]
@@ -191,9 +196,14 @@ def _refuse_long(units: Sequence[Unit], rows_U: Index, budget: int) -> None:
 
 
 def pack(
-    rows_U: Index, capacity: int, cost_U: npt.NDArray[np.float64] | None = None, multiple_of: int = 1
+    rows_U: Index,
+    capacity: int,
+    cost_U: npt.NDArray[np.float64] | None = None,
+    multiple_of: int = 1,
+    at_least: int = 0,
 ) -> list[Index]:
-    """Spread units over as few bins as first-fit decreasing needs, rounded up to a multiple, evenly filled by cost.
+    """Spread units over as few bins as first-fit decreasing needs, but ``at_least`` so many, rounded up to a multiple,
+    evenly filled by cost.
 
     Costliest first, each to the cheapest bin that has room; where one finds no room, first-fit's own answer stands.
     Ties go to the earlier unit and bin. ``rows_U``: what each takes of a bin's ``capacity``, at most all of it;
@@ -201,10 +211,11 @@ def pack(
     """
     first_U = _first_fit(rows_U, capacity)
     needed = int(first_U.max()) + 1 if len(first_U) else 0
-    num_bins = -(-needed // multiple_of) * multiple_of
+    num_bins = -(-max(needed, at_least) // multiple_of) * multiple_of
     even_U = _cheapest_first(rows_U, rows_U if cost_U is None else cost_U, num_bins, capacity)
-    bins_U = first_U if even_U is None else even_U
-    return [np.flatnonzero(bins_U == number) for number in range(num_bins)]
+    if even_U is None:
+        even_U, num_bins = first_U, -(-needed // multiple_of) * multiple_of
+    return [np.flatnonzero(even_U == number) for number in range(num_bins)]
 
 
 def _first_fit(rows_U: Index, capacity: int) -> Index:

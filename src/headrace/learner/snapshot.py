@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +35,34 @@ _RANDOM_STATE = "random_state.cpu"
 _STEP = "step"
 
 
-def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+Beside = Mapping[str, dict[str, Tensor]]
+"""Other tensors of a snapshot: what each file holds."""
+
+
+def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside) -> int:
     """About how large a snapshot is."""
     moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    tensors = [*weight_tensors(model).values(), *moments]
+    tensors = [*weight_tensors(model).values(), *moments, *(t for held in beside.values() for t in held.values())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
 
-def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, model_dir: Path) -> None:
-    """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What lies in a snapshot beside the weights and the optimizer."""
+
+    step: int
+    model_dir: Path
+    """Where the tokenizer's files come from."""
+    beside: Beside
+    """Of the companions."""
+
+
+def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, extras: Extras) -> None:
+    """Write everything into the existing ``directory``, flushed.
 
     Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
     """
-    with whole_or_nothing(directory, num_bytes(model, optimizer)):
+    with whole_or_nothing(directory, num_bytes(model, optimizer, extras.beside)):
         if is_adapted(model):
             from headrace.models import lora
 
@@ -54,7 +70,7 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
         else:
             model.save_pretrained(directory)
         for pattern in TOKENIZER_FILES:
-            for path in model_dir.glob(pattern):
+            for path in extras.model_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)
         moments = {
             f"{name}|{key}": value.contiguous()
@@ -62,7 +78,9 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
             for key, value in state.items()
         }
         moments[_RANDOM_STATE] = torch.get_rng_state()
-        save_file(moments, directory / OPTIMIZER_FILE, metadata={_STEP: str(step)})
+        save_file(moments, directory / OPTIMIZER_FILE, metadata={_STEP: str(extras.step)})
+        for file, tensors in extras.beside.items():
+            save_file(tensors, directory / file)
 
 
 def restore_weights(directory: Path, model: PreTrainedModel) -> None:

@@ -6,16 +6,16 @@ Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.algo.base import LossInputs, LossOutput, Old, Ratio
+from headrace.algo.base import LossInputs, LossOutput, Metrics, Old, Ratio
 from headrace.algo.metrics import add, means
-from headrace.learner.forward import Passed
+from headrace.learner.forward import Passed, TopK
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
@@ -37,9 +37,23 @@ class Work:
     """Who is π_old."""
     selected_NP: Tensor | None = None
     """bool; the tokens that parts of the objective chose from the whole batch; ``None`` if none does."""
+    log_old_N: Tensor | None = None
+    """log π_old of kept weights, in the host's memory."""
+    log_ref_N: Tensor | None = None
+    """log π_ref, in the host's memory."""
+    top: TopK | None = None
+    """The teacher's likeliest entries."""
+    metrics: Metrics = field(default_factory=dict)
+    """What companions measured, this rank's share."""
 
-    def inputs(self, micro: MicroBatch, log_pi_M: Tensor, entropy_M: Tensor | None = None) -> LossInputs:
-        """The columns of ``micro``, where ``log_pi_M`` lies.
+    def inputs(
+        self,
+        micro: MicroBatch,
+        log_pi_M: Tensor,
+        entropy_M: Tensor | None = None,
+        top_MK: Tensor | None = None,
+    ) -> LossInputs:
+        """The columns of ``micro``, where ``log_pi_M`` lies. ``top_MK``: log π of the teacher's entries.
 
         A batch is one update, so the learner before this step is π without its gradient.
         """
@@ -52,12 +66,18 @@ class Work:
             "samples_N": micro.local_samples_M(),
         }
         recorded = {name: torch.from_numpy(column).to(device) for name, column in columns.items()}
+        computed = {"log_old": self.log_old_N, "log_ref": self.log_ref_N}
+        held = {name: None if column is None else column[places].to(device) for name, column in computed.items()}
+        log_old_M = recorded["log_mu_N"] if self.old == "engine" else log_pi_M.detach()
         return LossInputs(
             log_pi_N=log_pi_M,
-            log_old_N=log_pi_M.detach() if self.old == "learner" else recorded["log_mu_N"],
+            log_old_N=log_old_M if held["log_old"] is None else held["log_old"],
+            log_ref_N=held["log_ref"],
             num_samples=len(micro.lengths_K),
             version_now=self.batch.step,
             entropy_N=entropy_M,
+            log_pi_NK=None if self.top is None else top_MK,
+            log_nu_NK=None if self.top is None else self.top.logs_NK[places].to(device),
             selected_NP=None if self.selected_NP is None else self.selected_NP[places].to(device),
             **recorded,
         )
@@ -90,6 +110,7 @@ class Tally:
     def open(self, work: Work) -> None:
         """Its micro-batches follow."""
         self._num_tokens += work.batch.num_tokens
+        self._metrics.append(work.metrics)
 
     def add(self, work: Work, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
         """One micro-batch's share."""

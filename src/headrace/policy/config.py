@@ -12,8 +12,10 @@ from headrace.algo.config import AlgoConfig
 from headrace.config import Section, merge, validate
 from headrace.engine.config import EngineConfig
 from headrace.errors import ConfigError
+from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig
+from headrace.models.devices import AUTO, DeviceName
 
 Table = Mapping[str, Any] | Section
 """A section as a run file has it, or as its record."""
@@ -34,8 +36,9 @@ class PolicyConfig(Section):
     """Where a decaying learning rate ends."""
     seed: int = Field(default=0, ge=0)
     """With the number of prompts sampled so far it fixes every draw for which ``sample`` is given no seed."""
-    device: str = "cpu"
-    """torch's name of where engine and learner compute: ``cpu``, ``cuda``, ``cuda:1``."""
+    device: DeviceName = AUTO
+    """Where engine and learner compute: ``cpu``, ``cuda`` or ``cuda:N``; ``auto``: the first GPU that torch sees, the
+    processor where there is none."""
 
     @model_validator(mode="after")
     def _schedule_ends(self) -> Self:
@@ -43,6 +46,25 @@ class PolicyConfig(Section):
             raise ConfigError(
                 f"learner.schedule={self.learner.schedule!r} decays, and total_steps does not say until when",
                 remedy="set total_steps, or learner.schedule = 'constant'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_device(self) -> Self:
+        for name, given in (("engine", self.engine.device), ("learner", self.learner.device)):
+            if given != AUTO:
+                raise ConfigError(
+                    f"{name}.device={given!r}: engine and learner of a policy share one device",
+                    remedy=f"give device={given!r} instead",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _has_no_critic(self) -> Self:
+        if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
+            raise ConfigError(
+                "a policy of a loop of its own has no critic: algo.advantage='gae' and learner.critic are for runs",
+                remedy="compute values as you like and give forward_backward the advantages of headrace.algo.gae",
             )
         return self
 

@@ -21,7 +21,7 @@ from headrace.algo.losses.section import LossSection
 from headrace.algo.objective import Objective
 from headrace.config import validate
 from headrace.errors import ConfigError, DataError
-from headrace.learner.config import COLUMNS
+from headrace.learner.config import COLUMNS, SETTINGS
 from headrace.types.batch import Batch
 from headrace.types.versions import NOT_SAMPLED
 
@@ -48,6 +48,14 @@ class Current(Objective):
     @property
     def old(self) -> Any:
         return self._now.old
+
+    @property
+    def critic(self) -> Any:
+        return None  # advantages are the caller's
+
+    @property
+    def teaching(self) -> Any:
+        return None
 
     @property
     def columns(self) -> frozenset[Column]:
@@ -103,7 +111,7 @@ def algo_of(choice: Choice) -> AlgoConfig:
         algo = validate(AlgoConfig, {"loss": choice} if isinstance(choice, str) else choice)
     else:
         raise ConfigError(f"loss={choice!r} names no loss", remedy="give a name, or the table or record of [algo]")
-    missing = sorted(Objective.build(algo).columns - COLUMNS)
+    missing = sorted(Objective.build(algo).columns - COLUMNS - SETTINGS.keys())
     if missing:
         raise ConfigError(
             f"loss={algo.loss.kind!r} with its corrections reads {', '.join(missing)}, which the learner does not "

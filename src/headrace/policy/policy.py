@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -24,14 +24,17 @@ from headrace.learner.core import Gradient, LearnerContext, LearnerCore, Update
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Work
 from headrace.models import context_length, load_model, load_tokenizer
+from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.load import read_config
+from headrace.models.mixtures import routes
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.config import PolicyConfig, Settings, resolve
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
 from headrace.policy.sample import Sample, Samples, Terms, make_batch
-from headrace.policy.sampler import How, Prompt, Sampler, routes, together
+from headrace.policy.sampler import How, Prompt, Sampler, together
 from headrace.policy.slots import Slots
 from headrace.types.batch import Batch
 from headrace.types.messages.engine import Fork, StaleFork
@@ -65,14 +68,14 @@ class Policy:
 
     def __init__(self, config: PolicyConfig, *, num_prompts: int = 0) -> None:
         """See :meth:`load`. ``num_prompts``: sampled before, in an earlier life."""
-        _refuse_device(config.device)
         path = config.model.path
+        where = str(use("device", config.device, only_cpu=config.model.deterministic))
         tokenizer = load_tokenizer(path)
         self.config = config
         self.tokenizer = tokenizer
         self._clock = RealClock()
         self._objective = Current(Objective.build(algo_of(config.algo)))
-        model = load_model(config.model, config.device)
+        model = load_model(config.model, where)
         self._learner = LearnerCore(
             model,
             config.learner,
@@ -85,7 +88,7 @@ class Policy:
             ),
         )
         self._entropy_gradient = "entropy" in self._objective.columns
-        twin = load_model(config.model, config.device)
+        twin = load_model(config.model, where)
         self._slots = Slots(weight_tensors(model), weight_tensors(twin))
         self._core = NativeEngine(
             twin,
@@ -99,9 +102,11 @@ class Policy:
             max_new_tokens=config.engine.max_new_tokens,
             temperature=config.engine.temperature,
             stop_ids=stop_ids(path, tokenizer.eos_token_id),
-            record_routing=routes(model),
+            record_routing=config.learner.keep_routing and routes(read_config(path)),
         )
-        self._sampler = Sampler(tokenizer, usual, seed=config.seed, num_prompts=num_prompts)
+        self._sampler = Sampler(
+            tokenizer, usual, seed=config.seed, num_prompts=num_prompts, keep_mask=config.learner.keep_sampling_mask
+        )
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._engine: LocalEngine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -284,7 +289,8 @@ class Policy:
             batch = make_batch(samples, advantages, self._terms())
             refuse_uncorrected(batch, algo)
             self._objective.choose(chosen)
-            return self._learner.forward_backward(batch)
+            with self._unread():
+                return self._learner.forward_backward(batch)
 
     def forward_backward_custom(
         self, samples: Samples, fn: Formula, *, advantages: Sequence[Any] | None = None
@@ -303,7 +309,8 @@ class Policy:
             slopes_N, reported = slopes_of(fn, self._inputs(batch))
             linear = msgspec.structs.replace(batch, advantages_N=slopes_N.cpu().numpy().astype(np.float32))
             self._objective.choose(objective.LINEAR)
-            gradient = self._learner.forward_backward(linear)
+            with self._unread():
+                gradient = self._learner.forward_backward(linear)
             return replace(gradient, metrics={**gradient.metrics, **reported})
 
     def optim_step(self) -> Update:
@@ -330,7 +337,7 @@ class Policy:
         :class:`~headrace.errors.RunError` between ``forward_backward`` and ``optim_step``.
         """
         with self._learning("save"):
-            if any(parameter.grad is not None for parameter in self._learner.model.parameters()):
+            if self._learner.has_gradient:
                 raise RunError(
                     "there is a gradient that no step has used, and it would not be saved",
                     remedy="call optim_step before save",
@@ -351,6 +358,10 @@ class Policy:
         inputs = work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N)
         groups_S = torch.from_numpy(batch.groups_S.astype(np.int64)).to(log_pi_N.device)
         return replace(inputs, groups_S=groups_S)
+
+    def _unread(self) -> AbstractContextManager[Any]:
+        """Nobody publishes while the model holds weights that are not its own."""
+        return self._weights if self._learner.lends else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
         if self._engine is None:
@@ -375,10 +386,3 @@ class Policy:
             yield
         finally:
             self._busy.release()
-
-
-def _refuse_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={device!r}: {str(error).splitlines()[0]}", remedy="set device='cpu'") from None

@@ -14,13 +14,11 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 
 from headrace.engine import Engine, RequestOptions
 from headrace.engine.base import PLAIN
 from headrace.env.prompts import Tokenizer, make_tasks
-from headrace.errors import ConfigError, DataError, ModelError, nearest
-from headrace.models.routing import find_routing
+from headrace.errors import ConfigError, DataError, nearest
 from headrace.policy.sample import Sample
 from headrace.rollout.runner import episode_seed
 from headrace.types.episode import EpisodeKey
@@ -71,12 +69,14 @@ class Asked:
 
 
 class Sampler:
-    """Speaks to the engine. ``usual`` is how it samples where nothing else is said."""
+    """Speaks to the engine. ``usual`` is how it samples where nothing else is said; with ``keep_mask`` truncated
+    sampling brings its kept-sets."""
 
-    def __init__(self, tokenizer: Any, usual: Sampling, *, seed: int, num_prompts: int) -> None:
+    def __init__(self, tokenizer: Any, usual: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
         self._tokenizer: Tokenizer = tokenizer
         self._usual = usual
         self._seed = seed
+        self._keep_mask = keep_mask
         self.name = secrets.token_hex(8)
         """Tells the samples of this engine from those of others, and of earlier lives."""
         self.num_prompts = num_prompts
@@ -136,7 +136,7 @@ class Sampler:
             sampling = msgspec.convert({**tree, "logit_bias": dict(tree["logit_bias"])}, Sampling)
         except msgspec.ValidationError as error:
             raise ConfigError(f"sampling {dict(how)}: {error}", remedy="mend that setting") from None
-        return msgspec.structs.replace(sampling, record_kept=sampling.truncated)
+        return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[Asked]]) -> list[list[Sample]]:
         """One sample for each request, nested as they are."""
@@ -183,14 +183,6 @@ class Sampler:
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:
     return msgspec.structs.replace(sampling, seed=seed)
-
-
-def routes(model: nn.Module) -> bool:
-    """Whether the experts of sampled tokens can be recorded, and replayed by the learner."""
-    try:
-        return find_routing(model) is not None
-    except ModelError:
-        return False
 
 
 async def together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

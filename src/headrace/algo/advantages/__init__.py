@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace.algo.advantages.base import Advantage
+from headrace.algo.advantages.gae import GaeAdvantage
 from headrace.algo.advantages.gdpo import Gdpo
 from headrace.algo.advantages.grpo import GrpoAdvantage
 from headrace.algo.advantages.maxrl import Maxrl
@@ -23,7 +24,8 @@ from headrace.algo.advantages.step import Step
 
 AnyAdvantage = (
     GrpoAdvantage | Rloo | Maxrl | Gdpo | ReinforcePp | Opo | Remax | Rae | Step | OptimalBaseline | Prpo | ReverseKl
-)
+    | GaeAdvantage
+)  # fmt: skip
 AdvantageConfig = Annotated[AnyAdvantage, Field(discriminator="kind")]
 
-__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]
+__all__ = ["Advantage", "AdvantageConfig", "AnyAdvantage", "GaeAdvantage", "GrpoAdvantage", "Outcomes", "outcomes_of"]

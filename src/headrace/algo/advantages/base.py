@@ -36,6 +36,15 @@ class Advantage(Protocol):
     :func:`~headrace.algo.advantages.outcomes.outcomes_of` names it."""
     stateful: ClassVar[bool]
     """Whether it has to be told what earlier batches came to: without that, a run cannot use it."""
+    by_critic: ClassVar[bool]
+    """Whether it is made from a critic's values: in a run the learner makes it, and is handed rewards."""
+    by_teacher: ClassVar[bool]
+    """Whether it credits what a teacher thinks of each token: in a run the learner adds that, which has the teacher."""
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Whether episodes are compared with others of their group: a group of one has no credit then."""
+        ...
 
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode, or of every token."""
@@ -49,6 +58,13 @@ class AdvantageSection(Section):
     per_token: ClassVar[bool] = False
     reads: ClassVar[frozenset[str]] = frozenset()
     stateful: ClassVar[bool] = False
+    by_critic: ClassVar[bool] = False
+    by_teacher: ClassVar[bool] = False
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Most do."""
+        return True
 
 
 def given(column: A | None, name: str) -> A:

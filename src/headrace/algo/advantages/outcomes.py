@@ -29,7 +29,7 @@ class _Array(Protocol):
         ...
 
 
-PER_TOKEN = ("process", "entropies", "energies", "log_mu", "log_nu")
+PER_TOKEN = ("process", "entropies", "energies", "log_mu", "log_nu", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,8 @@ class Outcomes:
     """log-probability of each sampled token under what sampled it."""
     log_nu_N: Floats | None = None
     """log-probability of each sampled token under its teacher."""
+    values_N: Floats | None = None
+    """A critic's value of what stands before each sampled token."""
 
     def __post_init__(self) -> None:
         rows = len(self.rewards_E)
@@ -74,7 +76,7 @@ class Outcomes:
         tokens = 0 if self.lengths_E is None else int(self.lengths_E.sum())
         per_token = {
             "process": self.process_N, "entropies": self.entropies_N, "energies": self.energies_N,
-            "log_mu": self.log_mu_N, "log_nu": self.log_nu_N,
+            "log_mu": self.log_mu_N, "log_nu": self.log_nu_N, "values": self.values_N,
         }  # fmt: skip
         for expected, what, columns in ((rows, "reward", per_episode), (tokens, "token", per_token)):
             for name, column in columns.items():

@@ -27,6 +27,11 @@ class Rae(AdvantageSection):
     stateful: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"agents", "baselines"})
 
+    @property
+    def compares_siblings(self) -> bool:
+        """A running mean is the baseline."""
+        return False
+
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
         credit_E, _ = self.follow(outcomes)

@@ -30,6 +30,11 @@ class ReinforcePp(AdvantageSection):
     scope: ClassVar[Scope] = "batch"
     reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
+    @property
+    def compares_siblings(self) -> bool:
+        """Only with ``group_baseline``."""
+        return self.group_baseline
+
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
         credit_E, counted_E = outcomes.values_E, outcomes.counted_E

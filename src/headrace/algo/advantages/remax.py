@@ -20,6 +20,11 @@ class Remax(AdvantageSection):
     """Selects this advantage."""
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
 
+    @property
+    def compares_siblings(self) -> bool:
+        """The greedy answer is the baseline."""
+        return False
+
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""
         greedy_E = given(outcomes.greedy_E, "greedy")

@@ -27,10 +27,22 @@ class ReverseKl(AdvantageSection):
     """ω: weight of the reward; 0 leaves rewards out altogether."""
     per_token: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
+    by_teacher: ClassVar[bool] = True
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Only where rewards count."""
+        return self.weight > 0
 
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every token."""
-        gap_N = given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu")
-        finite_N = np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
-        credit_N = self.beta * finite_N
-        return credit_N + self.weight * centered(outcomes)[outcomes.owners_N] if self.weight else credit_N
+        credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
+        return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
+
+    def of_tokens(self, gap_N: Floats) -> Floats:
+        """The teacher's part, from log ν − log μ of every token."""
+        return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
+
+    def of_rewards(self, outcomes: Outcomes) -> Floats:
+        """The reward's part, of every episode."""
+        return self.weight * centered(outcomes)

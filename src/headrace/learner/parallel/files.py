@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
+from headrace.learner.companions.base import Companion
 from headrace.learner.disk import SLACK_BYTES, flush, free_bytes
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
@@ -40,30 +41,42 @@ _RANDOM_STATE = "random_state.cpu"
 class Snapshot:
     """Writes and reads the snapshots of one model and its optimizer."""
 
-    def __init__(self, model: PreTrainedModel, optimizer: ShardOptimizer, ranks: AnyRanks) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: ShardOptimizer,
+        ranks: AnyRanks,
+        companions: Sequence[Companion] = (),
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
+        self._companions = companions
 
     def save(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
 
         Raises :class:`~headrace.errors.CheckpointError` on every rank if one of them cannot; the directory is removed.
         """
+        beside = self._beside()
         if self._optimizer.plain and self._optimizer.adamw is not None and not isinstance(self._ranks, Ranks):
-            snapshot.save(directory, self._model, self._optimizer.adamw, step, model_dir)
+            extras = snapshot.Extras(step=step, model_dir=model_dir, beside=beside)
+            snapshot.save(directory, self._model, self._optimizer.adamw, extras)
             return
         names: list[str] = []
         problem = ""
         weights, moments = self._weights(), self._moments()
         try:
-            needed = sum(tensor.numel() * tensor.element_size() for tensor in (*weights.values(), *moments.values()))
+            everything = (weights, moments, *beside.values())
+            needed = sum(tensor.numel() * tensor.element_size() for held in everything for tensor in held.values())
             if free_bytes(directory) < needed + SLACK_BYTES:
                 raise OSError(f"not enough space: {needed} bytes are needed on this rank")
             names = list(weights)
             save_file(weights, directory / self._file("model"), metadata={"format": "pt"})
             numbers = {_STEP: str(step), _UPDATES: str(self._optimizer.updates)}
             save_file(moments, directory / self._file("optimizer"), metadata=numbers)
+            for file, tensors in beside.items():
+                save_file(tensors, directory / file)
             if self._ranks.leads:
                 self._small_files(directory, model_dir)
         except (OSError, SafetensorError) as error:
@@ -121,6 +134,26 @@ class Snapshot:
                 remedy="resume with the model that the snapshot was made from, from an older snapshot, or train anew",
             ) from None
 
+    def restore_companions(self, directory: Path) -> None:
+        """What they kept, as it was saved.
+
+        Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged, or of other settings.
+        """
+        for companion in self._companions:
+            if not companion.keeps:
+                continue
+            files = sorted(directory.glob(f"{companion.name}*.safetensors"))
+            try:
+                if not files or len(files) != _written(files[0]):
+                    raise OSError(f"of {companion.name}*.safetensors there are {len(files)} files, and not all")
+                companion.set_state({name: tensor for path in files for name, tensor in load_file(path).items()})
+            except (OSError, SafetensorError, ValueError, KeyError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"snapshot {directory} holds no {companion.name} that these settings can use: {error}",
+                    remedy=f"resume with the learner.{companion.name} of the run that wrote it, or begin a run of its "
+                    "own from those weights",
+                ) from None
+
     def _restore_from(self, path: Path) -> int:
         trained = {one.name: one for one in self._optimizer.trained}
         with safe_open(path, framework="pt") as file:
@@ -144,6 +177,10 @@ class Snapshot:
     def _weights(self) -> dict[str, Tensor]:
         """The weights that this rank writes, under the names of the model's own files."""
         return _in_files(self._model, self._kept(iter(weight_tensors(self._model).items())))
+
+    def _beside(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes of the companions, by file."""
+        return {self._file(one.name): self._kept(iter(one.state())) for one in self._companions if one.keeps}
 
     def _moments(self) -> dict[str, Tensor]:
         states = (

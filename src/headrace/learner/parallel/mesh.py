@@ -19,17 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from headrace.environ import RankPlace
-from headrace.errors import ComponentDied, HeadraceError
+from headrace.errors import ComponentDied, HeadraceError, RankLost
 from headrace.learner.parallel.config import ParallelConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 SAMPLES, CONTEXT, TENSOR = "samples", "context", "tensor"
 LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "Timed out waiting", "gloo/transport")
 """What the messages of torch's libraries say where another rank has gone away."""
-
-
-class RankLost(ComponentDied):
-    """This rank cannot go on because another one went away: a consequence, and not the cause."""
 
 
 class Alone:

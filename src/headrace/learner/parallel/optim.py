@@ -83,6 +83,11 @@ class ShardOptimizer:
                 "learner.optimizer.kind='muon' is made for whole matrices, and an adapter trains factors of them",
                 remedy="set learner.optimizer.kind = 'adamw', or leave [model.lora] out",
             )
+        if config.memory.offload_optimizer and is_adapted(model):
+            raise ConfigError(
+                "learner.memory.offload_optimizer=true: an adapter's optimizer is too small to be worth moving",
+                remedy="leave learner.memory.offload_optimizer out, or [model.lora]",
+            )
         matrices = _matrices(model) if config.optimizer.kind == "muon" else frozenset()
         self.trained = [
             _trained(name, weight, config.memory, muon=name in matrices, alone=isinstance(ranks, Alone))
@@ -136,9 +141,26 @@ class ShardOptimizer:
         squares = [float(torch.nn.utils.get_total_norm(parts)) ** 2 / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
 
+    def make_room(self) -> None:
+        """Take the memory of all moments before the first update changes any weight; AdamW would take it group by
+        group. Whatever this raises, nothing has changed.
+        """
+        if self.updates:
+            return
+        try:
+            for one in self.trained:
+                if one.home.grad is not None and one.home.numel() and not self._held(one):
+                    held = {key: torch.zeros_like(one.home) for key in (MUON if one.muon else ADAMW)}
+                    self._held(one).update(held if one.muon else {"step": self._count(one, 0), **held})
+        except BaseException:
+            self._momenta.clear()
+            if self.adamw is not None:
+                self.adamw.state.clear()
+            raise
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the weights at rate ``lr`` and forget the gradients."""
+        """Update the weights at rate ``lr`` and forget the gradients. :meth:`make_room` comes first."""
         reshard(self._model)
         if self.adamw is not None:
             for group in self.adamw.param_groups:
@@ -187,7 +209,10 @@ class ShardOptimizer:
             if key in known:
                 self._held(one)[key] = part.to(one.home.dtype)
         if not one.muon:
-            self._held(one)["step"] = torch.tensor(float(updates), device=one.home.device)
+            self._held(one)["step"] = self._count(one, updates)
+
+    def _count(self, one: Trained, updates: int) -> Tensor:
+        return torch.tensor(float(updates), dtype=torch.float32, device=one.home.device)
 
     def _held(self, one: Trained) -> dict[str, Tensor]:
         if one.muon:

@@ -31,7 +31,7 @@ class _Parts:
 
     def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
         most = max(len(places) for places in self.places)
-        padding = column_P.new_zeros(most - len(column_P))
+        padding = column_P.new_zeros(most - len(column_P), *column_P.shape[1:])
         joined = gather_shared(torch.cat([column_P, padding]), self.group)
         kept = np.concatenate([part * most + np.arange(len(places)) for part, places in enumerate(self.places)])
         return np.concatenate(self.places), joined.index_select(0, torch.from_numpy(kept).to(joined.device))
@@ -66,10 +66,11 @@ class View:
         return {"input_ids": ids[None], "position_ids": positions_R[None], PLAN: self.plan}
 
     def join(self, column_P: Tensor) -> Tensor:
-        """What was computed of the loss tokens as a column of the micro-batch (M,), on every rank; 0 elsewhere."""
+        """What was computed of the loss tokens, a number or a row of each, as a column of the micro-batch (M, ...), on
+        every rank; 0 elsewhere."""
         places, column = (self.places_P, column_P) if self.parts is None else self.parts.join(column_P)
         at = torch.from_numpy(places).to(column.device)
-        return column.new_zeros(len(self.micro.places_M)).index_copy(0, at, column)
+        return column.new_zeros(len(self.micro.places_M), *column.shape[1:]).index_copy(0, at, column)
 
 
 def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> View:

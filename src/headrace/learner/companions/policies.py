@@ -1,0 +1,217 @@
+"""Companions that say what another policy thinks of a batch: the reference, the teacher, a kept π_old.
+
+    learner.reference ──▶ log π_ref of each token                       penalties, and the metric kl_ref
+    learner.old       ──▶ log π_old of each token                       ratios and their clips (algo.old = "kept")
+    learner.teacher   ──▶ its K likeliest entries, with log ν           losses that read "top_k"
+                      └─▶ log ν of each token: A + β (log ν − log μ)    the advantage "reverse_kl"
+
+All are taken under the temperature of the sampling, log-probabilities of sampled tokens within their kept-sets, as
+log π is. Experts are chosen by whoever is asked; only for π_old they are those that the engine recorded, as for π.
+
+Shape legend: N tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.algo.base import Ratio
+from headrace.errors import CheckpointError, ConfigError
+from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.config import Frozen, KeptConfig, OtherModel, PolicyConfig
+from headrace.learner.companions.kept import Copy, KeptWeights, OneCopy, keep
+from headrace.learner.forward import Forward
+from headrace.learner.head import Likeliest
+from headrace.learner.parallel.files import Snapshot
+from headrace.learner.parallel.load import load_for
+from headrace.learner.work import Work
+from headrace.models.config import ModelConfig
+from headrace.models.load import load_tokenizer
+from headrace.types.batch import Batch
+
+
+class Source(Protocol):
+    """Where a policy comes from."""
+
+    kept: KeptWeights | None
+    """What changes with updates and lies in snapshots, if anything does."""
+
+    def computing(self) -> Any:
+        """A context that gives the :class:`Forward` of this policy."""
+        ...
+
+
+class OfThisModel:
+    """Kept weights, lent to the model."""
+
+    def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
+        self._forward = parts.forward
+        trained = parts.optimizer.trained
+        if isinstance(config, Frozen) and config.path is not None:
+            self.kept: KeptWeights | None = OneCopy(_read(parts, config, config.path, setting), keeps=False)
+        else:
+            self.kept = keep(config, parts.model, trained)
+
+    @contextmanager
+    def computing(self) -> Iterator[Forward]:
+        assert self.kept is not None
+        with self.kept.lent():
+            yield self._forward
+
+
+class OfAnother:
+    """A model of its own."""
+
+    kept: KeptWeights | None = None
+
+    def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
+        _refuse_vocabulary(config.path, parts.context.model_dir, setting)
+        dtype: Any = str(parts.model.dtype).removeprefix("torch.")
+        model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
+        self._forward = Forward(
+            model,
+            parts.config,
+            temperature=parts.context.temperature,
+            entropy_gradient=False,
+            ranks=parts.ranks,
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[Forward]:
+        with torch.no_grad():
+            yield self._forward
+
+
+def source(parts: LearnerParts, config: PolicyConfig, setting: str) -> Source:
+    """``setting``: how the run file calls it, for errors."""
+    if isinstance(config, OtherModel):
+        return OfAnother(parts, config, setting)
+    return OfThisModel(parts, config, setting)
+
+
+class Asked(Companion):
+    """A companion that asks a policy."""
+
+    def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+        self._objective = parts.objective
+        self._source = source(parts, config, f"learner.{self.name}")
+        self._kept = self._source.kept
+
+    @property
+    def lends(self) -> bool:
+        return self._kept is not None
+
+    @property
+    def keeps(self) -> bool:
+        return self._kept is not None and self._kept.keeps
+
+    def before_update(self) -> None:
+        if self._kept is not None:
+            self._kept.before_update()
+
+    def after_update(self, version: int) -> None:
+        if self._kept is not None:
+            self._kept.after_update(version)
+
+    def state(self) -> Iterable[tuple[str, Tensor]]:
+        return () if self._kept is None else self._kept.state()
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        assert self._kept is not None
+        self._kept.set_state(state)
+
+    def _logprobs(self, work: Work, batch: Batch) -> Tensor:
+        with self._source.computing() as forward:
+            forward.refuse(batch)
+            return torch.from_numpy(forward.logprobs(batch, work.mask_N))
+
+
+class Reference(Asked):
+    """What the policy is kept near to."""
+
+    name = "reference"
+    columns = frozenset({"log_ref"})
+
+    def prepare(self, work: Work) -> Work:
+        return replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
+
+
+class OldPolicy(Asked):
+    """π_old from kept weights."""
+
+    name = "old"
+
+    def prepare(self, work: Work) -> Work:
+        return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
+
+
+class Teacher(Asked):
+    """What the policy learns from."""
+
+    name = "teacher"
+    columns = frozenset({"top_k"})
+
+    def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+        super().__init__(parts, config)
+        vocab_size = parts.model.get_input_embeddings().num_embeddings
+        self._wanted = Likeliest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
+
+    def prepare(self, work: Work) -> Work:
+        batch = _unrouted(work.batch)
+        if "top_k" in self._objective.columns:
+            with self._source.computing() as forward:
+                forward.refuse(batch)
+                work = replace(work, top=forward.top_entries(batch, work.mask_N, self._wanted))
+        credit = self._objective.teaching
+        if credit is None:
+            return work
+        log_nu_N, log_mu_N = self._logprobs(work, batch).numpy().astype(np.float64), work.batch.logprobs_N
+        gap_N = np.where(work.mask_N, log_nu_N - log_mu_N, 0.0)
+        advantages_N = work.batch.advantages_N + np.where(work.mask_N, credit.of_tokens(gap_N), 0.0)
+        taught = msgspec.structs.replace(work.batch, advantages_N=advantages_N.astype(np.float32))
+        measured = {"kl_teacher": Ratio(-float(gap_N.sum()), int(work.mask_N.sum()))}
+        return replace(work, batch=taught, metrics={**work.metrics, **measured})
+
+
+def _unrouted(batch: Batch) -> Batch:
+    return msgspec.structs.replace(batch, routing=None)
+
+
+def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
+    """The weights of a directory; those of the model are as they were afterwards."""
+    copy = Copy(parts.model, parts.optimizer.trained, config.device)
+    try:
+        Snapshot(parts.model, parts.optimizer, parts.ranks).restore_weights(Path(path))
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{setting}.path={path!r} cannot be kept beside this model: {error.problem}",
+            remedy=f"give the directory of a model (or adapter) of the same architecture, or set {setting}.kind = "
+            "'model' for another with the same vocabulary",
+        ) from error
+    copy.swap()
+    for one in parts.optimizer.trained:
+        one.reread()
+    return copy
+
+
+def _refuse_vocabulary(path: str, own: Path, setting: str) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` unless the same ids mean the same tokens to both models."""
+    theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(str(own)).get_vocab()
+    if theirs == ours:
+        return
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
+    raise ConfigError(
+        f"{setting}.path={path!r} has another vocabulary than this model: {said}, so its log-probabilities are of "
+        "other tokens",
+        remedy="give a model of the same family, whose tokenizer has the same entries",
+    )

@@ -1,0 +1,44 @@
+"""Which companions a learner has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.algo.objective import Objective
+from headrace.errors import ConfigError
+from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.critic import Critic
+from headrace.learner.companions.policies import OldPolicy, Reference, Teacher
+from headrace.learner.config import COLUMNS, SETTINGS
+
+
+def companions(parts: LearnerParts) -> tuple[Companion, ...]:
+    """Those that its settings and its objective ask for, in the order in which they prepare a batch."""
+    config, found = parts.config, list[Companion]()
+    if config.reference is not None:
+        found.append(Reference(parts, config.reference))
+    if config.old is not None:
+        found.append(OldPolicy(parts, config.old))
+    if config.teacher is not None:
+        found.append(Teacher(parts, config.teacher))
+    if parts.objective.critic is not None:
+        found.append(Critic(parts, parts.objective.critic))
+    return tuple(found)
+
+
+def refuse_unserved(objective: Objective, found: Sequence[Companion]) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` if the objective reads what neither the learner nor one of its
+    companions computes."""
+    held = COLUMNS.union(*(companion.columns for companion in found))
+    names = {companion.name for companion in found}
+    missing: list[str] = sorted(objective.columns - held)
+    if objective.old == "kept" and "old" not in names:
+        missing.append("log_old of kept weights")
+    if objective.teaching is not None and "teacher" not in names:
+        missing.append("log_nu")
+    if missing:
+        said = sorted({SETTINGS[name] for name in missing if name in SETTINGS})
+        raise ConfigError(
+            f"the objective reads {', '.join(missing)}, which this learner does not compute",
+            remedy=" or ".join([*(f"set {setting}" for setting in said), "choose a loss and corrections without it"]),
+        )

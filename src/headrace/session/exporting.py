@@ -1,0 +1,128 @@
+"""What was trained, as the plain files that any Hugging Face program loads.
+
+run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them
+checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from safetensors import SafetensorError
+
+from headrace import checkpoint
+from headrace.checkpoint.snapshot import STATE_FILE
+from headrace.control.recovery import starting_point
+from headrace.control.saving import CHECKPOINTS
+from headrace.errors import CheckpointError, ConfigError
+from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
+from headrace.learner.snapshot import TOKENIZER_FILES
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+"""Patterns of what a directory of weights holds that others read, beside the tokenizer's; the optimizer is not."""
+
+AdapterForm = Literal["merged", "separate"]
+NumberFormat = Literal["float32", "bfloat16"]
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written."""
+
+    source: str
+    """The checkpoint it is from."""
+    directory: str
+    kind: Literal["model", "merged adapter", "adapter"]
+    lost_share: float | None = None
+    """Of the weights that an adapter changes, those that are the base's again in the number format that was written;
+    ``None`` where nothing was merged."""
+
+
+def export(where: Path, out: Path, adapter: AdapterForm | None = None, dtype: NumberFormat | None = None) -> Exported:
+    """Write what the run or checkpoint ``where`` trained into ``out``, which appears whole or not at all.
+
+    ``adapter`` says what becomes of an adapter (merged, if not said), ``dtype`` in which number format it is merged
+    (float32). Raises :class:`~headrace.errors.ConfigError` for what is not there to be exported and for an ``out`` that
+    is there already, :class:`~headrace.errors.CheckpointError` where it cannot be written, and
+    :class:`~headrace.errors.ModelError` for a base that is gone.
+    """
+    source, out = _source(where), out.expanduser().absolute()
+    adapted = (source / ADAPTER_FILES[0]).is_file()
+    _refuse_unused(source, adapted, adapter, dtype)
+    unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError("it is there already")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}", remedy="name a directory that does not exist") from None
+    lost_share = None
+    try:
+        if adapted and adapter != "separate":
+            lost_share = _merge(source, unfinished, dtype or "float32")
+        else:
+            _copy(source, unfinished, ADAPTER_FILES if adapted else MODEL_FILES)
+        unfinished.replace(out)
+        flush_one(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out} cannot be written: {error}", remedy=f"make room at {out.parent} (df -h), or name another directory"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    kind: Literal["model", "merged adapter", "adapter"] = "model"
+    if adapted:
+        kind = "adapter" if lost_share is None else "merged adapter"
+    return Exported(source=str(source), directory=str(out), kind=kind, lost_share=lost_share)
+
+
+def _source(where: Path) -> Path:
+    """A directory with weights."""
+    source = where.expanduser().absolute()
+    if (source / CHECKPOINTS).is_dir():
+        snapshot = starting_point(source).snapshot
+        if snapshot is None:
+            raise ConfigError(f"the run {where} has no whole checkpoint yet", remedy="let it reach its first one")
+        return snapshot
+    if not any(source.glob("*.safetensors")):
+        raise ConfigError(
+            f"{where} is neither a run nor a checkpoint",
+            remedy="name the directory of a run, of one of its checkpoints, or of a saved policy",
+        )
+    if (source / STATE_FILE).is_file():
+        checkpoint.read_state(source)  # refuses one that is not whole
+    return source
+
+
+def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
+    if adapter is not None and not adapted:
+        raise ConfigError(
+            f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
+        )
+    if dtype is not None and (not adapted or adapter == "separate"):
+        raise ConfigError(
+            f"--dtype {dtype}: nothing is merged, files are copied as they are",
+            remedy="leave --dtype out, and give dtype to from_pretrained when you load them",
+        )
+
+
+def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
+    from headrace.models.lora import read_adapter
+    from headrace.models.merge import export_merged
+
+    tree, _ = read_adapter(source)
+    return export_merged(Path(tree["base_model_name_or_path"]), source, out, dtype).lost_share
+
+
+def _copy(source: Path, out: Path, patterns: Iterable[str]) -> None:
+    files = sorted({path for pattern in (*patterns, *TOKENIZER_FILES) for path in source.glob(pattern)})
+    out.mkdir()
+    with whole_or_nothing(out, sum(path.stat().st_size for path in files) + SLACK_BYTES):
+        for path in files:
+            shutil.copyfile(path, out / path.name)

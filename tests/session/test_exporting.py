@@ -1,0 +1,139 @@
+"""What is exported are plain files: transformers and peft load them, and they compute what the learner computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace import checkpoint
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
+from headrace.checkpoint.snapshot import SnapshotState
+from headrace.cli import main
+from headrace.clock import RealClock
+from headrace.errors import CheckpointError, ConfigError
+from headrace.learner.config import LearnerConfig
+from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.models import LoraConfig, ModelConfig, load_model
+from headrace.models.attention import PackedPlan, forward
+from headrace.session.exporting import export
+from tests.learner.builders import random_batch, tiny
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("export") / "base")
+
+
+def trained(run_dir: Path, base: Path, lora: LoraConfig | None = None) -> LearnerCore:
+    """A learner after two steps, each with a checkpoint in ``run_dir``."""
+    learner = LearnerCore(
+        load_model(ModelConfig(path=str(base), lora=lora)),
+        LearnerConfig(lr=1e-2),
+        Objective.build(AlgoConfig.model_validate({"bundle": "grpo"})),
+        LearnerContext(temperature=1.0, total_steps=2, model_dir=base, clock=RealClock()),
+    )
+    for step in (0, 1):
+        learner.train(random_batch(step))
+        unfinished = checkpoint.begin(run_dir / "checkpoints", step + 1)
+        learner.save(unfinished)
+        state = SnapshotState(step=step + 1, version=step + 1, config_fingerprint="", controller={})
+        checkpoint.commit(unfinished, state)
+    return learner
+
+
+def logits_of(learner: LearnerCore) -> torch.Tensor:
+    with torch.no_grad():
+        return forward(learner.model, torch.arange(6), PackedPlan([6]))
+
+
+def plain_logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(6)[None], attention_mask=torch.ones(1, 6)).logits[0]
+
+
+def test_a_run_is_exported_as_its_newest_weights_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    learner = trained(tmp_path / "run", base)
+    exported = export(tmp_path / "run", tmp_path / "out")
+    assert (exported.kind, Path(exported.source).name) == ("model", "step-000002")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    held = dict(learner.model.named_parameters())
+    assert all(torch.equal(tensor, held[name]) for name, tensor in plain.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(("optimizer", "state"))]
+    load_model(ModelConfig(path=str(tmp_path / "out")))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_an_adapter_is_merged_or_written_by_itself(base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    learner = trained(tmp_path / "run", base, LoraConfig(rank=4, use_dora=True))
+    checkpointed = tmp_path / "run" / "checkpoints" / "step-000002"
+    merged = export(checkpointed, tmp_path / "merged")
+    assert (merged.kind, merged.lost_share) == ("merged adapter", 0.0)
+    assert export(checkpointed, tmp_path / "apart", "separate").kind == "adapter"
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "apart")
+    for model in (whole, beside):
+        torch.testing.assert_close(plain_logits(model), logits_of(learner), rtol=0, atol=5e-5)
+    assert not (tmp_path / "apart" / "config.json").exists()
+
+
+def test_the_files_of_many_ranks_are_copied_with_their_index(base: Path, tmp_path: Path) -> None:
+    learner = trained(tmp_path / "run", base)
+    snapshot, parts = tmp_path / "run" / "checkpoints" / "step-000002", tmp_path / "parts"
+    tensors = load_file(snapshot / "model.safetensors")
+    parts.mkdir()
+    names = sorted(tensors)
+    files = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, parts / file, {"format": "pt"})
+        (parts / file.replace("model", "optimizer")).write_bytes(b"moments")
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (parts / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    (parts / "config.json").write_bytes((snapshot / "config.json").read_bytes())
+    export(parts, tmp_path / "out")
+    torch.testing.assert_close(
+        plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits_of(learner), rtol=0, atol=5e-5
+    )
+    assert not list((tmp_path / "out").glob("optimizer*"))
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    trained(tmp_path / "run", base)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep me", encoding="utf-8")
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    out = tmp_path / "out"
+    for where, target, options, words in (
+        (tmp_path / "run", tmp_path / "full", {}, "it is there already"),
+        (tmp_path / "run", out, {"adapter": "merged"}, "holds a whole model and no adapter"),
+        (tmp_path / "run", out, {"dtype": "bfloat16"}, "nothing is merged"),
+        (tmp_path / "full", out, {}, "neither a run nor a checkpoint"),
+        (tmp_path / "new", out, {}, "no whole checkpoint yet"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            export(where, target, **options)
+    assert sorted(tmp_path.rglob("*")) == before
+    damaged = tmp_path / "run" / "checkpoints" / "step-000002"
+    (damaged / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        export(damaged, out)
+    assert Path(export(tmp_path / "run", out).source).name == "step-000001"
+
+
+def test_the_verb_says_what_it_wrote(base: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    trained(tmp_path / "run", base)
+    monkeypatch.setattr("sys.argv", ["headrace", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert (said["kind"], said["directory"]) == ("model", str(tmp_path / "out"))
