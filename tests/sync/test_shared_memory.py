@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.errors import WeightsError
+from headrace.sync.config import Route
 from headrace.sync.manifest import ALIGNMENT_BYTES, plan
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.sync.publisher import Publisher
+from headrace.sync.receiver import Receiver
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.weights import Manifest, WeightUpdate
 
 torch.set_num_threads(1)
@@ -37,8 +40,8 @@ class Pair:
     path: Path
     learner: dict[str, Tensor]
     engine: dict[str, Tensor]
-    publisher: ShmPublisher
-    receiver: ShmReceiver
+    publisher: Publisher
+    receiver: Receiver
 
     def learn(self, seed: int) -> dict[str, Tensor]:
         """New weights, in place."""
@@ -61,8 +64,8 @@ def paired(path: Path, learner: dict[str, Tensor], engine: dict[str, Tensor]) ->
         path=path,
         learner=learner,
         engine=engine,
-        publisher=ShmPublisher(path, learner),
-        receiver=ShmReceiver(engine),
+        publisher=make_publisher(Route(address=str(path)), learner),
+        receiver=make_receiver(Route(), engine),
     )
 
 
@@ -181,7 +184,7 @@ def test_every_difference_of_layout_is_listed(pair: Pair, tmp_path: Path) -> Non
     other["norm.weight"] = other["norm.weight"].float()
     other["extra"] = torch.zeros(1)
     del other["count"]
-    publisher = ShmPublisher(tmp_path / "other", other)
+    publisher = make_publisher(Route(address=str(tmp_path / "other")), other)
     publisher.copy(0)
     with pytest.raises(WeightsError) as refused:
         pair.receiver.stage(publisher.announce(0, 0))
@@ -262,7 +265,7 @@ def test_missing_buffer_is_refused_in_words(pair: Pair) -> None:
 def test_buffer_that_does_not_fit_the_memory_is_refused_with_what_it_needs(tmp_path: Path) -> None:
     vast = torch.zeros(1).expand(1 << 50)
     with pytest.raises(WeightsError) as refused:
-        ShmPublisher(tmp_path / "weights", {"vast": vast})
+        make_publisher(Route(address=str(tmp_path / "weights")), {"vast": vast})
     assert f"{2 * 4 * (1 << 50)} bytes of shared memory" in str(refused.value)
     assert "df -h" in refused.value.remedy
     assert not (tmp_path / "weights").exists()

@@ -1,6 +1,8 @@
-"""Weights from the learner to the engines: stage while they decode, commit between two steps."""
+"""Weights from the learner to the engines: stage while they decode, commit between two steps.
 
-from headrace.sync.base import Publisher, Receiver
+``base`` says what a transport and a codec promise, ``transports`` and ``codecs`` which there are.
+"""
+
 from headrace.sync.config import SyncConfig
 
-__all__ = ["Publisher", "Receiver", "SyncConfig"]
+__all__ = ["SyncConfig"]

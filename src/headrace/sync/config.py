@@ -2,20 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+import msgspec
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.errors import ConfigError
 from headrace.types.weights import Interrupt
+
+LOOPBACK = "127.0.0.1"
+"""The address that only this machine can reach."""
+_EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
 
 class SyncConfig(Section):
-    """How weights travel."""
+    """How weights travel. Every transport goes with every codec and every interrupt."""
 
-    transport: Literal["shm"] = "shm"
-    """Two packed buffers in shared memory: the engine's parameters are views of the committed one."""
+    transport: Literal["shm", "files", "http", "collective"] = "shm"
+    """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, nothing is
+    moved. ``files``: a folder. ``http``: an upload to the engine, with the run's token. ``collective``:
+    torch.distributed, in a process group of its own."""
+    codec: Literal["full", "cast_bf16", "cast_fp8", "delta", "adapter"] = "full"
+    """``full``: every tensor as it is. ``cast_bf16``, ``cast_fp8``: rounded on the way, the latter with a scale per row
+    of each matrix. ``delta``: lossless differences from the version before. ``adapter``: insists that only adapters are
+    trained; under LoRA the other codecs, too, send nothing else."""
+    host: str = LOOPBACK
+    """``http`` only: the address of this machine at which the engine takes uploads, for a learner on another one. Every
+    upload has to carry the run's token; token and weights travel as clear text, so the network must be a trusted
+    one."""
+    directory: str = ""
+    """``files`` only: folder or fsspec URL in which one folder per run is made; empty: ``weights`` in the run
+    directory."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What becomes of the running sequences when new weights are committed."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest wait for one stage or commit."""
+    """Longest wait for one stage or commit. Within it, learner and engine wait for each other for half as long."""
+
+    @model_validator(mode="after")
+    def _directory_is_used(self) -> Self:
+        if self.directory and self.transport != "files":
+            raise ConfigError(
+                f"sync.directory={self.directory!r} is set, and sync.transport={self.transport!r} writes no files",
+                remedy="set sync.transport = 'files', or leave sync.directory out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _host_is_used(self) -> Self:
+        if self.host != LOOPBACK and self.transport != "http":
+            raise ConfigError(
+                f"sync.host={self.host!r} is set, and sync.transport={self.transport!r} takes no uploads",
+                remedy="set sync.transport = 'http', or leave sync.host out",
+            )
+        if self.host in _EVERYWHERE:
+            raise ConfigError(
+                f"sync.host={self.host!r} is no address that a learner could send to",
+                remedy="name the address of one interface of the engine's machine",
+            )
+        return self
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """How weights get from one learner to its engines; the same on both sides."""
+
+    transport: str = "shm"
+    codec: str = "full"
+    address: str = ""
+    """Where to meet: the shared buffers' file, a folder, the directory of a rendezvous; each transport says."""
+    host: str = LOOPBACK
+    """Where an engine listens, if its transport does that."""
+    deadline_s: float = 60.0
+    """Longest wait of one side for the other."""

@@ -1,9 +1,12 @@
-"""The packed layout of a set of tensors."""
+"""The packed layout of a set of tensors, and views into it."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 
+import torch
+import xxhash
 from torch import Tensor
 
 from headrace.types.weights import Manifest, TensorEntry
@@ -34,3 +37,25 @@ def plan(tensors: Mapping[str, Tensor]) -> Manifest:
         )
         offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return Manifest(entries=tuple(entries), total_bytes=offset)
+
+
+def private_memory(num_bytes: int) -> memoryview:
+    """Zeroed memory of this process, aligned to a page."""
+    return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+
+
+def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:
+    """xxh3 of each tensor's bytes."""
+    return tuple(
+        xxhash.xxh3_64_intdigest(image[entry.offset_bytes : entry.offset_bytes + entry.num_bytes])
+        for entry in manifest.entries
+    )
+
+
+def view(image: memoryview, entry: TensorEntry) -> Tensor:
+    """The tensor where it lies in ``image``; keeps it alive."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    if not entry.num_bytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = entry.num_bytes // dtype.itemsize
+    return torch.frombuffer(image, dtype=dtype, count=count, offset=entry.offset_bytes).view(entry.shape)

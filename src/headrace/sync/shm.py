@@ -1,181 +1,147 @@
-"""Weights through shared memory: a commit is a change of pointers."""
+"""Weights through shared memory, for processes of one machine: nothing is moved.
+
+    path     slot 0 │ slot 1 │ a payload that is not a slot (a difference), until the next one is written over it
+
+The engine's parameters are views of the committed slot. The file never shrinks, so that no reader loses a page; pages
+of its last part are taken when the first difference is written.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
-import xxhash
-from torch import Tensor
-
-from headrace.errors import WeightsError
-from headrace.sync.manifest import plan
-from headrace.types.weights import Manifest, TensorEntry, WeightUpdate
-
-NUM_SLOTS = 2
+from headrace.errors import NeedsFull, WeightsError
+from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel
+from headrace.sync.config import Route
+from headrace.types.weights import WeightUpdate
 
 
-class ShmPublisher:
-    """Owns a file of two slots in shared memory and fills them. ``tensors`` are the learner's, by name; they are read
-    at every :meth:`copy`."""
+class ShmOutbox:
+    """Owns the file. ``path`` must lie in a file system of memory, such as ``/dev/shm``."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.manifest = plan(tensors)
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._tensors = list(tensors.values())
-        needed = self.manifest.total_bytes * NUM_SLOTS
-        self._map = _create(path, needed)
-        self._slots = [_views(self._map, self.manifest, slot) for slot in range(NUM_SLOTS)]
+        self._made = False
 
-    def copy(self, slot: int) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._slots[slot], [tensor.detach() for tensor in self._tensors])
-
-    def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
-        """As :meth:`copy`, with ``tensors``, which come one at a time in the order of the learner's."""
-        for view, tensor in zip(self._slots[slot], tensors, strict=True):
-            view.copy_(tensor)
-
-    def announce(self, version: int, slot: int) -> WeightUpdate:
-        return WeightUpdate(
-            version=version,
-            slot=slot,
-            path=str(self._path),
-            manifest=self.manifest,
-            checksums=checksums(self._map, self.manifest, slot),
-        )
-
-    def close(self) -> None:
-        self._slots.clear()
-        self._path.unlink(missing_ok=True)
-
-
-class ShmReceiver:
-    """Points the engine's ``tensors`` (parameters and buffers, by name) into the committed slot."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._manifest = plan(tensors)
-        self._tensors = [tensors[entry.name] for entry in self._manifest.entries]
-        self._map: mmap.mmap | None = None
-        self._map_path = ""
-        self._staged: tuple[int, list[Tensor]] | None = None
-        self._staging = threading.Lock()
-        self._committed = -1
-
-    def stage(self, update: WeightUpdate) -> None:
-        self._refuse_if_unfit(update)
-        attached = self._attach(update)
-        actual = checksums(attached, update.manifest, update.slot)
-        for entry, expected, found in zip(update.manifest.entries, update.checksums, actual, strict=True):
-            if expected != found:
-                raise WeightsError(
-                    f"version {update.version}: tensor {entry.name} hashes to {found:016x}, announced {expected:016x}",
-                    remedy="publish the version again: its bytes changed on the way",
-                )
-        named = {entry.name: entry for entry in update.manifest.entries}  # the learner may list them in another order
-        start = update.slot * update.manifest.total_bytes
-        views = [_view(attached, named[entry.name], start) for entry in self._manifest.entries]
-        with self._staging:
-            self._staged = (update.version, views)
-
-    def commit(self, version: int) -> None:
-        for _ in self.commit_parts(version, 1):
-            pass
-
-    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        with self._staging:  # another thread may stage the next version at this very moment
-            staged = self._staged
-            if staged is None or staged[0] != version:
-                words = "nothing" if staged is None else f"version {staged[0]}"
-                raise WeightsError(f"commit of version {version}, but {words} is staged", remedy="stage it first")
-            views, self._staged = staged[1], None
-        return self._exchange(version, views, -(-len(views) // parts))
-
-    def _exchange(self, version: int, views: list[Tensor], at_once: int) -> Iterator[None]:
-        for place, (tensor, view) in enumerate(zip(self._tensors, views, strict=True)):
-            if place and place % at_once == 0:
-                yield
-            tensor.data = view
-        self._committed = version
-
-    def _refuse_if_unfit(self, update: WeightUpdate) -> None:
-        if update.version <= self._committed:
-            raise WeightsError(
-                f"version {update.version} is not newer than the committed version {self._committed}",
-                remedy="publish versions in order",
-            )
-        differences = self._manifest.differences(update.manifest)
-        if differences:
-            raise WeightsError(
-                f"version {update.version} does not fit the engine's model: {'; '.join(differences)}",
-                remedy="give engine and learner the same model directory and dtype",
-            )
-        if update.slot not in range(NUM_SLOTS) or len(update.checksums) != len(update.manifest.entries):
-            raise WeightsError(
-                f"version {update.version} is announced in slot {update.slot} of {NUM_SLOTS}, with "
-                f"{len(update.checksums)} checksums for {len(update.manifest.entries)} tensors",
-                remedy="publish the version again",
-            )
-
-    def _attach(self, update: WeightUpdate) -> mmap.mmap:
-        if self._map is None or self._map_path != update.path:
-            needed = update.manifest.total_bytes * NUM_SLOTS
-            try:
-                size = os.stat(update.path).st_size
-                if size < needed:
-                    raise WeightsError(
-                        f"shared buffer {update.path} has {size} bytes, the manifest needs {needed}",
-                        remedy="publish the version again",
-                    )
-                with open(update.path, "r+b") as file:
-                    self._map = mmap.mmap(file.fileno(), needed)
-            except OSError as error:
-                raise WeightsError(
-                    f"shared buffer {update.path} cannot be opened: {error}",
-                    remedy="engine and learner of the shm transport must run on one machine, as one user",
-                ) from None
-            self._map_path = update.path
-        return self._map
-
-
-def checksums(buffer: mmap.mmap, manifest: Manifest, slot: int) -> tuple[int, ...]:
-    """xxh3 of each tensor's bytes in ``slot``."""
-    start = slot * manifest.total_bytes
-    with memoryview(buffer) as view:
-        return tuple(xxhash.xxh3_64_intdigest(view[begin : begin + entry.num_bytes]) for entry, begin in (
-            (entry, start + entry.offset_bytes) for entry in manifest.entries
-        ))  # fmt: skip
-
-
-def _create(path: Path, num_bytes: int) -> mmap.mmap:
-    """A mapped file with its pages really there: a full /dev/shm is an error now, not a bus error later."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    def memory(self, num_bytes: int) -> memoryview:
+        what = f"{NUM_SLOTS} copies of the weights need {num_bytes} bytes of shared memory"
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            return mmap.mmap(descriptor, num_bytes)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise _full(self._path, what, error) from None
+        try:
+            if os.fstat(descriptor).st_size:
+                raise WeightsError(
+                    f"shared buffer {self._path} holds the weights of another learner",
+                    remedy="end that learner, or remove the file",
+                )
+            self._made = True
+            os.posix_fallocate(descriptor, 0, max(num_bytes, 1))  # a full /dev/shm is an error now, no signal later
+            os.truncate(descriptor, _end(num_bytes // NUM_SLOTS))
+            return memoryview(mmap.mmap(descriptor, max(num_bytes, 1)))[:num_bytes]
+        except (OSError, OverflowError) as error:
+            self.close()
+            raise _full(self._path, what, error) from None
         finally:
             os.close(descriptor)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise WeightsError(
-            f"two copies of the weights need {num_bytes} bytes of shared memory at {path.parent}: {error}",
-            remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
-        ) from None
+
+    def send(self, parcel: Parcel) -> str:
+        if not parcel.whole:
+            try:
+                self._write(parcel)
+            except OSError as error:
+                what = f"the update to version {parcel.version} needs {len(parcel.payload)} bytes of shared memory"
+                raise _full(self._path, what, error) from None
+        return str(self._path)
+
+    def close(self) -> None:
+        if self._made:
+            self._path.unlink(missing_ok=True)
+
+    def _write(self, parcel: Parcel) -> None:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            place = _beside(parcel.manifest.total_bytes)
+            for start in range(0, len(parcel.payload), BUCKET_BYTES):
+                bucket = parcel.payload[start : start + BUCKET_BYTES]
+                if os.pwrite(descriptor, bucket, place + start) != len(bucket):
+                    raise OSError("no room for all of it")
+        finally:
+            os.close(descriptor)
 
 
-def _views(buffer: mmap.mmap, manifest: Manifest, slot: int) -> list[Tensor]:
-    start = slot * manifest.total_bytes
-    return [_view(buffer, entry, start) for entry in manifest.entries]
+class ShmInbox:
+    """Maps what it is told of."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self._file: mmap.mmap | None = None
+        self._known: tuple[str, int, int] | None = None
+
+    def lend(self, update: WeightUpdate) -> memoryview:
+        image_bytes = update.manifest.total_bytes
+        file = self._mapped(update.path, _end(image_bytes))
+        start = update.slot * image_bytes if update.base is None else _beside(image_bytes)
+        return memoryview(file)[start : start + update.num_bytes]
+
+    def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        raise AssertionError("shared memory is read where it lies")
+
+    def skip(self, update: WeightUpdate) -> None:
+        """Nothing was moved."""
+
+    def close(self) -> None:
+        self._file = None
+
+    def _mapped(self, path: str, num_bytes: int) -> mmap.mmap:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise WeightsError(
+                f"shared buffer {path} cannot be opened: {error}",
+                remedy="engine and learner of the shm transport must run on one machine, as one user",
+            ) from None
+        try:
+            found = os.fstat(descriptor)
+            if found.st_size != num_bytes:
+                raise NeedsFull(
+                    f"shared buffer {path} has {found.st_size} bytes, the manifest needs {num_bytes}",
+                    remedy="publish the version again",
+                )
+            known = (path, found.st_dev, found.st_ino)
+            if self._file is None or self._known != known:
+                self._file, self._known = mmap.mmap(descriptor, num_bytes), known
+            return self._file
+        finally:
+            os.close(descriptor)
 
 
-def _view(buffer: mmap.mmap, entry: TensorEntry, start: int) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
-    count = entry.num_bytes // dtype.itemsize
-    flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=start + entry.offset_bytes)
-    return flat.view(entry.shape)
+def open_outbox(route: Route, token: str) -> ShmOutbox:
+    """``route.address`` is the path of the slots' file."""
+    return ShmOutbox(Path(route.address))
+
+
+def open_inbox(route: Route, token: str, limit_bytes: int) -> ShmInbox:
+    """Each update says where its file is."""
+    return ShmInbox()
+
+
+def _beside(image_bytes: int) -> int:
+    """Where the payload that is not a slot begins."""
+    return image_bytes * NUM_SLOTS
+
+
+def _end(image_bytes: int) -> int:
+    """The file's size: a difference is shorter than the image."""
+    return max(_beside(image_bytes) + image_bytes, 1)
+
+
+def _full(path: Path, what: str, error: Exception) -> WeightsError:
+    return WeightsError(
+        f"{what} at {path.parent}: {error}",
+        remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",
+    )

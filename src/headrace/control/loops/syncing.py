@@ -7,6 +7,7 @@ import hashlib
 
 from headrace.control.board import LoopContract
 from headrace.control.state import RunState
+from headrace.errors import DeadlineError, NeedsFull
 from headrace.flow.signal import Signal
 from headrace.learner.base import Publication
 from headrace.types.weights import WeightUpdate
@@ -57,7 +58,6 @@ class SyncLoop:
         while True:
             with state.board.waiting("sync", "a new version", on="learner"):
                 publication = await self._published.get()
-            state.board.working("sync", f"version {publication.version}")
             await self.bring(publication)
             self._published.task_done()
 
@@ -65,14 +65,21 @@ class SyncLoop:
         """One version, from its snapshot to its commit."""
         state = self._state
         clock = state.parts.clock
+        version = publication.version
         start_s = clock.now()
-        update = await state.parts.learner.published(publication)
-        state.span("sync", "publish", start_s, update.version)
+        with state.board.waiting("sync", f"the announcement of version {version}", on="learner"):
+            update = await state.parts.learner.published(publication)
+        state.span("sync", "publish", start_s, version)
         start_s = clock.now()
-        await state.parts.engine.stage(update)
-        state.span("sync", "stage", start_s, update.version)
-        start_s = clock.now()
-        report = await state.parts.engine.commit(update.version, state.parts.interrupt)
+        try:
+            with state.board.waiting("sync", f"the staging of version {version}", on="engine"):
+                await self._stage(update, publication)
+            state.span("sync", "stage", start_s, version)
+            start_s = clock.now()
+            with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
+                report = await state.parts.engine.commit(version, state.parts.interrupt)
+        except DeadlineError as late:
+            raise DeadlineError(f"{late.problem}; {self._last_words(update)}", remedy=late.remedy) from None
         state.span("sync", "commit", start_s, update.version)
         state.tally.commit_gaps_s.append(report.gap_s)
         state.tally.restarted += report.restarted
@@ -82,6 +89,23 @@ class SyncLoop:
         self._compare(update.version, checksum)
         state.flow.committed(update.version, checksum)
         state.board.progress()
+
+    async def _stage(self, update: WeightUpdate, publication: Publication) -> None:
+        """What the engine could not use as it came is sent once more, whole."""
+        engine, learner = self._state.parts.engine, self._state.parts.learner
+        try:
+            await engine.stage(update)
+        except NeedsFull as refusal:
+            self._state.warn(f"weights sent again, whole: {refusal.problem}", kind="weights sent again")
+            await engine.stage(await learner.resend(publication))
+
+    def _last_words(self, update: WeightUpdate) -> str:
+        engine = self._state.parts.engine.stats()
+        return (
+            f"the learner's last word: version {update.version} is published ({update.num_bytes} bytes at "
+            f"{update.path!r}); the engine's: version {engine.version} in use, {engine.steps} steps made, "
+            f"{engine.running} sequences running"
+        )
 
     def _release(self, slot: int) -> None:
         if self._committed_slot is not None:

@@ -1,0 +1,118 @@
+"""An image as its difference from an earlier one: lossless, and short where few numbers changed.
+
+    block      4 Mi units of the image                      unit: 2 bytes where any tensor has such, else 4
+    payload    for each block  <changed: u32> <length: u32> <zstd frame>
+    frame      gaps between changed units as 4 byte planes, then their xor as as many planes as a unit has bytes
+
+After an update with a small learning rate most bfloat16 weights are the same bits; of those that are not, the xor has
+few distinct values. In planes, what is zero everywhere costs nothing. A float32 image changes everywhere, in its low
+bits: the gaps cost nothing then, and the high planes little.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.errors import ConfigError, NeedsFull
+from headrace.types.weights import Manifest
+
+_HEAD = struct.Struct("<II")
+_BLOCK = 4 << 20
+_GAP_BYTES = 4
+_UNITS: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
+
+
+def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | None:
+    """``new`` as its difference from ``old``; ``None`` if that is not shorter than ``new`` itself."""
+    compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True)
+    unit = _unit(manifest)
+    news, olds = np.frombuffer(new, unit), np.frombuffer(old, unit)
+    payload = bytearray()
+    for start in range(0, len(news), _BLOCK):
+        xor = news[start : start + _BLOCK] ^ olds[start : start + _BLOCK]
+        places = np.flatnonzero(xor)
+        gaps = np.diff(places, prepend=0).astype("<u4")
+        frame = compressor.compress(_planes(gaps) + _planes(xor[places])) if len(places) else b""
+        payload += _HEAD.pack(len(places), len(frame)) + frame
+        if len(payload) >= len(new):
+            return None
+    return payload
+
+
+def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Manifest) -> None:
+    """The image that :func:`encode` was given, into ``into``.
+
+    Raises :class:`~headrace.errors.NeedsFull` for a payload that cannot be what :func:`encode` made; ``into`` is
+    undefined then.
+    """
+    decompressor = _zstandard().ZstdDecompressor()
+    unit = _unit(manifest)
+    into[:] = old
+    image = np.frombuffer(into, unit)
+    at = 0
+    for start in range(0, len(image), _BLOCK):
+        block = image[start : start + _BLOCK]
+        if at + _HEAD.size > len(payload):
+            raise _damaged(f"it ends at byte {at}, before block {start // _BLOCK}")
+        count, length = _HEAD.unpack_from(payload, at)
+        frame = payload[at + _HEAD.size : at + _HEAD.size + length]
+        at += _HEAD.size + length
+        if len(frame) != length or count > len(block):
+            raise _damaged(f"block {start // _BLOCK} claims {count} changes in {length} bytes")
+        if count:
+            _apply(block, _unpacked(decompressor, frame, count * (_GAP_BYTES + unit.itemsize)), count)
+    if at != len(payload):
+        raise _damaged(f"{len(payload) - at} bytes follow its last block")
+
+
+def _apply(block: Array, planes: Array, count: int) -> None:
+    places = np.cumsum(_joined(planes[: count * _GAP_BYTES], np.dtype("<u4")), dtype=np.int64)
+    if places[-1] >= len(block):
+        raise _damaged(f"it changes unit {places[-1]} of a block of {len(block)}")
+    block[places] ^= _joined(planes[count * _GAP_BYTES :], block.dtype)
+
+
+def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
+    try:
+        claimed = _zstandard().frame_content_size(frame)
+        if claimed != num_bytes:
+            raise _damaged(f"a frame unpacks to {claimed} bytes instead of {num_bytes}")
+        return np.frombuffer(decompressor.decompress(frame, max_output_size=num_bytes), np.uint8)
+    except _zstandard().ZstdError as error:
+        raise _damaged(str(error)) from None
+
+
+def _planes(numbers: Array) -> bytes:
+    """First bytes of all, then second bytes, ..."""
+    return numbers.view(np.uint8).reshape(-1, numbers.itemsize).T.tobytes()
+
+
+def _joined(planes: Array, dtype: np.dtype[Any]) -> Array:
+    return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
+
+
+def _unit(manifest: Manifest) -> np.dtype[Any]:
+    sizes = {getattr(torch, entry.dtype).itemsize for entry in manifest.entries}
+    return _UNITS[min({4, *sizes})]
+
+
+def _damaged(words: str) -> NeedsFull:
+    return NeedsFull(f"the difference is damaged: {words}", remedy="send the whole image")
+
+
+@lru_cache(maxsize=1)
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(
+            "sync.codec='delta' compresses with zstandard, which is not installed",
+            remedy="pip install 'headrace[delta]', or set sync.codec = 'full'",
+        ) from None
+    return zstandard

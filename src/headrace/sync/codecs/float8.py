@@ -1,0 +1,60 @@
+"""Matrices, and stacks of matrices, in eight bits, with a scale per row.
+
+    scale_i = max_j |w_ij| / 448        q_ij = float8(w_ij / scale_i)        w'_ij = scale_i · q_ij
+
+float8 is e4m3fn, whose largest number is 448 (Micikevicius et al. 2022, "FP8 formats for deep learning"). The error of
+a weight is at most 1/16 of it, or 2⁻¹⁰ of the scale where it is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_DTYPE).max
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""A scale that can be divided by."""
+_BLOCK = 1 << 18
+"""Numbers at a time: what stands between two steps of the arithmetic stays in the processor's cache."""
+SCALE = "row_scale"
+
+
+class Float8:
+    """Floating-point tensors of two or more axes, the last of which is a row; the rest, which is small, travels as it
+    is."""
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
+            return {name: tensor}
+        rows = torch.Size([tensor.numel() // tensor.shape[-1], 1])
+        return {
+            name: torch.empty(tensor.shape, dtype=_DTYPE, device="meta"),
+            f"{name}.{SCALE}": torch.empty(rows, dtype=torch.float32, device="meta"),
+        }
+
+    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        if len(parts) == 1:
+            parts[0].copy_(tensor)
+            return
+        codes, scales = parts
+        for weight_RC, code_RC, scale_R1 in _rows(tensor.contiguous(), codes, scales):
+            wide_RC = weight_RC.float()
+            scale_R1.copy_((wide_RC.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=_SMALLEST))
+            code_RC.copy_((wide_RC / scale_R1.to(wide_RC.device)).clamp_(-_LARGEST, _LARGEST))
+
+    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        if len(parts) == 1:
+            out.copy_(parts[0])
+            return
+        codes, scales = parts
+        for out_RC, code_RC, scale_R1 in _rows(out, codes, scales):
+            out_RC.copy_(code_RC.float() * scale_R1)
+
+
+def _rows(weight: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:
+    flat = (weight.view(-1, weight.shape[-1]), codes.view(-1, codes.shape[-1]), scales)
+    rows = max(1, _BLOCK // weight.shape[-1])
+    return zip(*(tensor.split(rows) for tensor in flat), strict=True)

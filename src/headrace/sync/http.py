@@ -1,0 +1,251 @@
+"""Weights uploaded over HTTP, with the run's token, to engines that the learner can connect to.
+
+    learner                                             engine, one thread beside the step loop
+    PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 wrong token · 400 nonsense · 413 larger than the model
+        one bucket after the other                      204 the bucket is in its place
+    announce: path = KEY ─────────────────────────────▶ stage: whole? then it is read where it lies
+
+The standard library's server reads each bucket straight into its place; no larger request than a bucket is answered,
+and nothing is stored before token and sizes are known to be right.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import re
+import secrets
+import threading
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from headrace.errors import ConfigError, NeedsFull, WeightsError
+from headrace.sync.base import BUCKET_BYTES, Parcel
+from headrace.sync.config import LOOPBACK, Route
+from headrace.sync.manifest import private_memory
+from headrace.types.weights import WeightUpdate
+
+MAX_CONNECTIONS = 8
+_PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
+_NUMBER = re.compile(r"\d{1,18}")
+
+
+class HttpOutbox:
+    """Uploads to every receiver, one after the other."""
+
+    def __init__(self, token: str, deadline_s: float) -> None:
+        self._token, self._deadline_s = token, deadline_s
+
+    def memory(self, num_bytes: int) -> memoryview:
+        return private_memory(num_bytes)
+
+    def send(self, parcel: Parcel) -> str:
+        key = f"{parcel.version}-{secrets.token_hex(8)}"
+        for url in parcel.to:
+            try:
+                self._upload(url, key, parcel)
+            except (OSError, http.client.HTTPException) as error:
+                raise WeightsError(
+                    f"version {parcel.version} could not be uploaded to {url}, which may be silent for at most "
+                    f"{self._deadline_s:g} s: {type(error).__name__}: {error}",
+                    remedy="look at the engine's log; raise sync.deadline_s on a slow network",
+                ) from None
+        return key
+
+    def close(self) -> None:
+        """No connection is kept."""
+
+    def _upload(self, url: str, key: str, parcel: Parcel) -> None:
+        place = urlsplit(url)
+        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=self._deadline_s)
+        try:
+            for start in range(0, max(len(parcel.payload), 1), BUCKET_BYTES):
+                headers = {
+                    "Authorization": f"Bearer {self._token}",
+                    "Upload-Offset": str(start),
+                    "Upload-Length": str(len(parcel.payload)),
+                }
+                connection.request("PUT", f"/weights/{key}", parcel.payload[start : start + BUCKET_BYTES], headers)
+                answer = connection.getresponse()
+                words = answer.read(1000).decode("utf-8", "replace")
+                if answer.status != 204:
+                    raise WeightsError(
+                        f"{url} refused version {parcel.version} at byte {start} of {len(parcel.payload)}: "
+                        f"{answer.status} {words}",
+                        remedy="give learner and engine the same run token and the same model",
+                    )
+        finally:
+            connection.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Upload:
+    key: str
+    room: memoryview
+    received: int = 0
+    busy: bool = False
+    """A bucket is being read."""
+
+
+class HttpInbox:
+    """A small server at ``host``. It holds one upload, of at most ``limit_bytes``."""
+
+    def __init__(self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK) -> None:
+        if not token:
+            raise ConfigError(
+                f"the http transport has no token, and would take anybody's weights at {host}",
+                remedy="give learner and engine the run's token",
+            )
+        self.token, self.limit_bytes, self.deadline_s = token, limit_bytes, deadline_s
+        self._upload: _Upload | None = None
+        self._changed = threading.Condition()
+        try:
+            self._server = _Server((host, 0), self)
+        except OSError as error:
+            raise ConfigError(
+                f"sync.host={host!r}: the engine cannot listen there: {error}",
+                remedy="name an IPv4 address, or a name of one, of the engine's machine",
+            ) from None
+        self.address = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="weights")
+        self._thread.start()
+
+    def lend(self, update: WeightUpdate) -> memoryview:
+        """Waits until the upload is whole."""
+        with self._changed:
+            whole = self._changed.wait_for(lambda: self._whole(update), self.deadline_s)
+            upload, self._upload = self._upload, None
+        if whole and upload is not None:
+            return upload.room
+        words = "nothing is here" if upload is None else f"here are {upload.received} bytes of upload {upload.key}"
+        raise NeedsFull(
+            f"version {update.version} was announced as upload {update.path} of {update.num_bytes} bytes; after "
+            f"{self.deadline_s:g} s {words}",
+            remedy="look at the learner's log; raise sync.deadline_s on a slow network",
+        )
+
+    def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        raise AssertionError("uploads are read where they lie")
+
+    def skip(self, update: WeightUpdate) -> None:
+        with self._changed:
+            if self._upload is not None and self._upload.key == update.path:
+                self._upload = None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(self.deadline_s)
+
+    def begin(self, key: str, start: int, total: int) -> _Upload | str:
+        """Where the next bucket belongs, or why it does not."""
+        with self._changed:
+            if start == 0:  # whoever still fills an earlier one fills memory that nobody will read
+                self._upload = _Upload(key=key, room=private_memory(total))
+            upload = self._upload
+            if upload is None or upload.key != key or upload.busy or upload.received != start:
+                words = "no upload" if upload is None else f"upload {upload.key}, at byte {upload.received}"
+                return f"this bucket begins at byte {start} of {key}; here is {words}"
+            upload.busy = True
+            return upload
+
+    def end(self, upload: _Upload, count: int) -> None:
+        """So much of the bucket has come."""
+        with self._changed:
+            upload.busy = False
+            upload.received += count
+            self._changed.notify_all()
+
+    def _whole(self, update: WeightUpdate) -> bool:
+        upload = self._upload
+        return (
+            upload is not None
+            and upload.key == update.path
+            and upload.received == len(upload.room) == update.num_bytes
+        )  # fmt: skip
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], inbox: HttpInbox) -> None:
+        self.inbox = inbox
+        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks off: whoever waits for its upload will say so."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def setup(self) -> None:
+        self.request.settimeout(self.server.inbox.deadline_s)
+        super().setup()
+
+    def do_PUT(self) -> None:
+        inbox = self.server.inbox
+        given = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
+            return self._answer(401, "wrong token")
+        path = _PATH.fullmatch(self.path)
+        sizes = [self.headers.get(name, "") for name in ("Upload-Offset", "Upload-Length", "Content-Length")]
+        if path is None or not all(_NUMBER.fullmatch(size) for size in sizes):
+            return self._answer(400, "PUT /weights/KEY with Upload-Offset, Upload-Length and Content-Length")
+        start, total, count = map(int, sizes)
+        if total > inbox.limit_bytes:
+            return self._answer(413, f"an update of this model has at most {inbox.limit_bytes} bytes, not {total}")
+        if count != min(BUCKET_BYTES, total - start):
+            return self._answer(400, f"a bucket of {count} bytes at byte {start} of {total}")
+        upload = inbox.begin(path[1], start, total)
+        if isinstance(upload, str):
+            return self._answer(409, upload)
+        arrived = 0
+        try:
+            arrived = self.rfile.readinto(upload.room[start : start + count])
+        finally:
+            inbox.end(upload, arrived)
+        if arrived < count:
+            self.close_connection = True  # it broke off: there is nobody to answer
+            return None
+        return self._answer(204, "")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the answers say it."""
+
+    def _answer(self, status: int, words: str) -> None:
+        body = words.encode()
+        self.send_response(status)
+        if status != 204:
+            self.close_connection = True  # its body was not read
+            self.send_header("Connection", "close")
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def open_outbox(route: Route, token: str) -> HttpOutbox:
+    """It sends to the addresses it is told with each version."""
+    return HttpOutbox(token, route.deadline_s)
+
+
+def open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
+    """It listens on a free port of ``route.host``."""
+    return HttpInbox(token, limit_bytes, route.deadline_s, route.host)

@@ -1,0 +1,111 @@
+"""The learner's side: snapshots of the weights, hashed, encoded and sent while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headrace.errors import ConfigError, WeightsError
+from headrace.models.weights import of_adapter
+from headrace.sync.base import NUM_SLOTS, Codec, Outbox, Parcel
+from headrace.sync.codecs import delta
+from headrace.sync.manifest import checksums, plan, view
+from headrace.types.weights import WeightUpdate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    version: int
+    checksums: tuple[int, ...]
+
+
+class Publisher:
+    """Fills two slots with images of ``tensors``, which are the learner's, by name; they are read at every
+    :meth:`copy`. One thread copies, one other may announce."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, outbox: Outbox) -> None:
+        if codec.adapters_only and not all(of_adapter(name) for name in tensors):
+            raise ConfigError(
+                "sync.codec='adapter' sends adapters alone, and this model is trained as a whole",
+                remedy="set model.lora.rank, or sync.codec = 'full'",
+            )
+        self._tensors, self._codec, self._outbox = list(tensors.values()), codec, outbox
+        parts = [codec.form.parts(name, tensor) for name, tensor in tensors.items()]
+        self.manifest = plan({name: part for group in parts for name, part in group.items()})
+        total = self.manifest.total_bytes
+        memory = outbox.memory(total * NUM_SLOTS)
+        self._images = [memory[slot * total : (slot + 1) * total] for slot in range(NUM_SLOTS)]
+        self._views = [_grouped([view(image, e) for e in self.manifest.entries], parts) for image in self._images]
+        self._announced: list[_Announced | None] = [None] * NUM_SLOTS
+
+    def copy(self, slot: int) -> None:
+        """Copy every tensor, as it is now, into ``slot``; the only part that the learner waits for."""
+        self.fill(slot, self._tensors)
+
+    @torch.no_grad()
+    def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
+        """As :meth:`copy`, with ``tensors``, which come one at a time in the order of the learner's."""
+        self._announced[slot] = None
+        for parts, tensor in zip(self._views[slot], tensors, strict=True):
+            self._codec.form.write(parts, tensor.detach())
+
+    def announce(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
+        """Hash ``slot``, send it to the receivers at the addresses ``to``, and describe it."""
+        hashed = checksums(self._images[slot], self.manifest)
+        base = self._announced[1 - slot] if self._codec.differences else None
+        self._announced[slot] = _Announced(version=version, checksums=hashed)
+        if base is not None and base.version < version:
+            payload = delta.encode(self._images[slot], self._images[1 - slot], self.manifest)
+            if payload is not None:
+                difference = replace(self._parcel(version, slot, to), payload=memoryview(payload), whole=False)
+                return self._send(difference, base.version)
+        return self._send(self._parcel(version, slot, to))
+
+    def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
+        """The same version once more, whole. Raises :class:`~headrace.errors.WeightsError` if ``slot`` does not hold
+        it any more, bit for bit."""
+        announced = self._announced[slot]
+        if announced is None or announced.version != version:
+            raise WeightsError(f"version {version} is not in slot {slot} any more", remedy="publish a newer version")
+        found = checksums(self._images[slot], self.manifest)
+        for entry, was, now in zip(self.manifest.entries, announced.checksums, found, strict=True):
+            if was != now:
+                raise WeightsError(
+                    f"version {version}: tensor {entry.name} has changed in the learner's buffer, from the hash "
+                    f"{was:016x} to {now:016x}",
+                    remedy="publish a newer version; if it happens again, test the machine's memory",
+                )
+        return self._send(replace(self._parcel(version, slot, to), again=True))
+
+    def close(self) -> None:
+        """Let go of the buffers."""
+        self._views.clear()
+        self._images.clear()
+        self._outbox.close()
+
+    def _parcel(self, version: int, slot: int, to: Sequence[str]) -> Parcel:
+        """The slot itself."""
+        return Parcel(version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to)
+
+    def _send(self, parcel: Parcel, base: int | None = None) -> WeightUpdate:
+        announced = self._announced[parcel.slot]
+        assert announced is not None
+        return WeightUpdate(
+            version=parcel.version,
+            slot=parcel.slot,
+            path=self._outbox.send(parcel),
+            manifest=self.manifest,
+            checksums=announced.checksums,
+            base=base,
+            num_bytes=len(parcel.payload),
+            adapter=f"adapter-v{parcel.version}" if self._codec.adapters_only else "",
+        )
+
+
+def _grouped(views: list[Tensor], parts: list[dict[str, Tensor]]) -> list[list[Tensor]]:
+    """The views of each tensor's parts."""
+    rest = iter(views)
+    return [[next(rest) for _ in group] for group in parts]

@@ -1,0 +1,358 @@
+"""What every transport with every codec must keep, as checks that a test calls: for ours, and for yours.
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_contract(check, tmp_path):
+        with line(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
+            check(pair)
+
+Between the two sides lies a :class:`Weather` that flips bits on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.errors import NeedsFull, WeightsError
+from headrace.sync.base import Codec, Inbox, Phase
+from headrace.sync.codecs import codec_of
+from headrace.sync.config import Route
+from headrace.sync.manifest import private_memory
+from headrace.sync.publisher import Publisher
+from headrace.sync.receiver import Receiver
+from headrace.sync.transports import make_publisher, open_transport
+from headrace.types.weights import Manifest, WeightUpdate
+
+TOKEN = "a token of this run"
+Weights = dict[str, Tensor]
+
+
+class Weather:
+    """An inbox whose payloads may come with one bit changed."""
+
+    def __init__(self, inbox: Inbox, rng: np.random.Generator) -> None:
+        self._inbox, self._rng = inbox, rng
+        self.flip_next = False
+
+    @property
+    def address(self) -> str:
+        """The inbox's."""
+        return self._inbox.address
+
+    def lend(self, update: WeightUpdate) -> memoryview | None:
+        """The payload, or a copy of it with one bit changed: what others see stays as it is."""
+        lent = self._inbox.lend(update)
+        if lent is None or not self.flip_next:
+            return lent
+        copied = private_memory(len(lent))
+        copied[:] = lent
+        self._flip(update, copied)
+        return copied
+
+    def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Fetch, then change one bit."""
+        self._inbox.fetch(update, into)
+        if self.flip_next:
+            self._flip(update, into)
+
+    def skip(self, update: WeightUpdate) -> None:
+        """Nothing changes."""
+        self._inbox.skip(update)
+
+    def close(self) -> None:
+        """Nothing changes."""
+        self._inbox.close()
+
+    def _flip(self, update: WeightUpdate, payload: memoryview) -> None:
+        self.flip_next = False
+        place = int(self._rng.integers(len(payload)))
+        if update.base is None:  # not into the room between two tensors, where nobody would mind
+            entry = max(update.manifest.entries, key=lambda entry: entry.num_bytes)
+            place = entry.offset_bytes + place % entry.num_bytes
+        payload[place] ^= 1 << int(self._rng.integers(8))
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """A learner's and an engine's side, and some weights."""
+
+    route: Route
+    rng: np.random.Generator
+    learner: Weights
+    engine: Weights
+    publisher: Publisher
+    receiver: Receiver
+    weather: Weather
+    version: int = -1
+    slot: int = 1
+
+    @property
+    def codec(self) -> Codec:
+        """Of both sides."""
+        return codec_of(self.route.codec)
+
+    @torch.no_grad()
+    def learn(self) -> Weights:
+        """Change some of the learner's weights a little, in place; what the engine is to have then."""
+        for tensor in self.learner.values():
+            flat = tensor.view(-1)
+            places = torch.from_numpy(self.rng.permutation(flat.numel())[: 1 + flat.numel() // 8])
+            flat[places] += torch.from_numpy(self.rng.normal(size=len(places)) * 0.01).to(flat.dtype)
+        return self.expected()
+
+    def expected(self) -> Weights:
+        """The learner's weights as the codec leaves them."""
+        return {name: through(self.codec, name, tensor) for name, tensor in self.learner.items()}
+
+    def publish(self) -> WeightUpdate:
+        """The next version, in the other slot."""
+        self.version, self.slot = self.version + 1, 1 - self.slot
+        self.publisher.copy(self.slot)
+        return self.publisher.announce(self.version, self.slot, [self.receiver.address])
+
+    def resend(self) -> WeightUpdate:
+        """The same version, whole."""
+        return self.publisher.resend(self.version, self.slot, [self.receiver.address])
+
+    def stage(self, update: WeightUpdate) -> bool:
+        """Stage as a controller would: what is refused for its bytes is sent again, whole. Whether it was."""
+        try:
+            self.receiver.stage(update)
+        except NeedsFull:
+            self.receiver.stage(self.resend())
+            return True
+        return False
+
+    def bring(self) -> None:
+        """One version from end to end."""
+        self.stage(self.publish())
+        self.receiver.commit(self.version)
+
+    def restart_engine(self) -> None:
+        """Another life of the engine: its weights, and what it knew, are gone."""
+        self.receiver.close()
+        self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.engine.items()}
+        self.receiver, self.weather = receiver_in_weather(self.route, self.engine, self.rng)
+
+
+def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
+    """A tensor as ``codec`` leaves it."""
+    parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
+    codec.form.write(parts, tensor)
+    out = torch.empty_like(tensor)
+    codec.form.read(parts, out)
+    return out
+
+
+def receiver_in_weather(
+    route: Route, engine: Mapping[str, Tensor], rng: np.random.Generator
+) -> tuple[Receiver, Weather]:
+    """The engine's side of ``route``, and what may change bits on the way to it."""
+    made: list[Weather] = []
+
+    def open_inbox(limit_bytes: int) -> Inbox:
+        made.append(Weather(open_transport(route).open_inbox(route, TOKEN, limit_bytes), rng))
+        return made[0]
+
+    return Receiver(engine, codec_of(route.codec), open_inbox), made[0]
+
+
+@contextmanager
+def line(route: Route, seed: int) -> Iterator[Pair]:
+    """Both sides over small weights of an adapter; nothing is left afterwards."""
+    rng = np.random.default_rng(seed)
+    learner, engine = _weights(rng), _weights(rng)
+    publisher = make_publisher(route, learner, TOKEN)
+    receiver, weather = receiver_in_weather(route, engine, rng)
+    pair = Pair(
+        route=route, rng=rng, learner=learner, engine=engine, publisher=publisher, receiver=receiver, weather=weather
+    )
+    try:
+        yield pair
+    finally:
+        pair.receiver.close()
+        publisher.close()
+
+
+def equal(left: Weights, right: Weights) -> bool:
+    """Bit for bit, dtypes included."""
+    return all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left.keys() | right
+    )
+
+
+def brings_what_the_codec_promises(pair: Pair) -> None:
+    """Version after version."""
+    for _ in range(4):
+        expected = pair.learn()
+        pair.bring()
+        assert equal(pair.engine, expected)
+        assert (pair.receiver.phase, pair.receiver.committed) == (Phase.COMMITTED, pair.version)
+
+
+def shows_nothing_before_the_commit(pair: Pair) -> None:
+    """Staging does not touch what is used, nor does the learner's next copy."""
+    pair.bring()
+    before = {name: tensor.clone() for name, tensor in pair.engine.items()}
+    expected = pair.learn()
+    pair.stage(pair.publish())
+    assert pair.receiver.phase is Phase.VERIFIED
+    assert equal(pair.engine, before)
+    pair.receiver.commit(pair.version)
+    assert equal(pair.engine, expected)
+
+
+def refuses_versions_that_are_not_newer(pair: Pair) -> None:
+    """And goes on with those that are."""
+    pair.bring()
+    pair.version -= 1
+    _refused(pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}")
+    assert pair.receiver.phase is Phase.REFUSED
+    pair.version += 1
+    expected = pair.learn()
+    pair.bring()
+    assert equal(pair.engine, expected)
+
+
+def commits_only_what_is_staged(pair: Pair) -> None:
+    """Versions that were never staged, and one that is used already."""
+    _refused_commit(pair, 0, "nothing is staged")
+    pair.stage(pair.publish())
+    _refused_commit(pair, 1, "commit of version 1, but version 0 is staged")
+    pair.receiver.commit(0)
+    _refused_commit(pair, 0, "nothing is staged")
+
+
+def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
+    """In the first version, and in one that may be a difference."""
+    for _ in range(2):
+        before = {name: tensor.clone() for name, tensor in pair.engine.items()}
+        expected = pair.learn()
+        update, pair.weather.flip_next = pair.publish(), True
+        _refused(pair, update, "")
+        assert pair.receiver.phase is Phase.NEEDS_FULL
+        assert equal(pair.engine, before)
+        _refused_commit(pair, pair.version, "nothing is staged")
+        pair.receiver.stage(pair.resend())
+        pair.receiver.commit(pair.version)
+        assert equal(pair.engine, expected)
+
+
+def takes_no_difference_after_a_failure(pair: Pair) -> None:
+    """The version after a damaged one is taken only whole, and the one after that as a difference again."""
+    pair.bring()
+    pair.learn()
+    update, pair.weather.flip_next = pair.publish(), True
+    _refused(pair, update, "")
+    for whole in (pair.codec.differences, False):
+        expected = pair.learn()
+        assert pair.stage(pair.publish()) is whole
+        pair.receiver.commit(pair.version)
+        assert equal(pair.engine, expected)
+
+
+def lists_every_difference_of_the_model(pair: Pair) -> None:
+    """Names, shapes and dtypes, before anything is moved."""
+    other = {name: tensor.clone() for name, tensor in pair.learner.items()}
+    other["lora_B.more"] = torch.zeros(1)
+    other["lora_A.shift"] = other["lora_A.shift"].int()
+    other["lora_A.wide"] = torch.zeros(2, 2)
+    del other["lora_B.scale"]
+    route = msgspec.structs.replace(pair.route, address=f"{pair.route.address}-other")
+    update = WeightUpdate(version=0, slot=0, path="", manifest=_manifest(route, other), checksums=())
+    lines = ("lora_B.more: not a tensor", "lora_A.shift: int32[3]", "lora_A.wide:", "lora_B.scale: missing")
+    _refused(pair, update, *lines)
+    pair.bring()
+
+
+def survives_a_restart_of_the_engine(pair: Pair) -> None:
+    """Between two versions, and between staging and commit."""
+    for staged in (False, True):
+        pair.bring()
+        pair.learn()
+        if staged:
+            pair.stage(pair.publish())
+        pair.restart_engine()
+        expected = pair.learn()
+        pair.bring()
+        assert equal(pair.engine, expected)
+
+
+def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
+    """Bits flip, engines restart: after every attempt the engine has exactly the last committed version."""
+    held, repaired = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
+    for _ in range(20):
+        luck = pair.rng.random()
+        if luck < 0.1:
+            pair.restart_engine()
+            held = {name: tensor.clone() for name, tensor in pair.engine.items()}
+        expected = pair.learn()
+        update, pair.weather.flip_next = pair.publish(), luck > 0.7
+        flipped = pair.weather.flip_next
+        assert pair.stage(update) or not flipped
+        repaired += flipped
+        assert equal(pair.engine, held)
+        pair.receiver.commit(pair.version)
+        assert equal(pair.engine, expected)
+        held = expected
+    assert repaired
+
+
+CHECKS: tuple[Callable[[Pair], None], ...] = (
+    brings_what_the_codec_promises,
+    shows_nothing_before_the_commit,
+    refuses_versions_that_are_not_newer,
+    commits_only_what_is_staged,
+    refuses_a_flipped_bit_and_is_repaired_by_the_whole,
+    takes_no_difference_after_a_failure,
+    lists_every_difference_of_the_model,
+    survives_a_restart_of_the_engine,
+    never_uses_a_version_that_is_half_or_mixed,
+)
+"""The contract."""
+
+
+def _weights(rng: np.random.Generator) -> Weights:
+    def numbers(*shape: int) -> Tensor:
+        return torch.from_numpy(rng.normal(size=shape)).float()
+
+    return {
+        "lora_A.wide": numbers(33, 40).to(torch.bfloat16),
+        "lora_A.shift": numbers(3),
+        "lora_B.deep": numbers(5, 7, 2),
+        "lora_B.scale": numbers(1).reshape(()),
+        "lora_B.long": numbers(3000).to(torch.bfloat16),
+    }
+
+
+def _manifest(route: Route, weights: Weights) -> Manifest:
+    publisher = make_publisher(route, weights, TOKEN)
+    publisher.close()
+    return publisher.manifest
+
+
+def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
+    problem = None
+    try:
+        pair.receiver.stage(update)
+    except WeightsError as refusal:
+        problem = refusal.problem
+    assert problem is not None, f"version {update.version} was taken"
+    missing = [word for word in words if word not in problem]
+    assert not missing, f"{missing} not in: {problem}"
+
+
+def _refused_commit(pair: Pair, version: int, words: str) -> None:
+    problem = None
+    try:
+        pair.receiver.commit(version)
+    except WeightsError as refusal:
+        problem = refusal.problem
+    assert problem is not None, f"version {version} was committed"
+    assert words in problem, problem
