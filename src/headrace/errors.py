@@ -9,12 +9,15 @@
     │   └── SequenceFailed (ValueError) it was sound, and broke while it was computed
     ├── EnvError                     a reward or environment that cannot be used at all
     ├── WeightsError                 a weight update refused before anything changed
+    │   └── NeedsFull                   its bytes are wrong, or the version it builds on is not here: send it whole
     ├── LedgerError                  a ledger that cannot be opened, read or believed
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
         ├── ComponentDied            a process ended that should not have
+        │   └── RankLost             a rank of the learner that cannot go on without another one
         ├── StallError               nothing moved for the stall timeout
         ├── DeadlineError            one wait took longer than it may
+        ├── ReplayDiffers            a replay that came to something else than the run it repeats
         └── NothingToLearn           the rewards carry no signal
 
 Each failure belongs to one boundary: an episode's failure is a record, not an exception (see
@@ -24,6 +27,7 @@ Each failure belongs to one boundary: an episode's failure is a record, not an e
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -75,6 +79,10 @@ class WeightsError(HeadraceError):
     """A weight update that was refused before anything changed."""
 
 
+class NeedsFull(WeightsError):
+    """A weight update whose bytes are wrong, or that builds on a version that is not here; sent whole it can be used."""
+
+
 class LedgerError(HeadraceError):
     """A ledger that cannot be opened, read or believed."""
 
@@ -91,12 +99,20 @@ class ComponentDied(RunError):
     """A process of the run ended that should not have."""
 
 
+class RankLost(ComponentDied):
+    """A rank of the learner cannot go on because another one went away: a consequence, and not the cause."""
+
+
 class StallError(RunError):
     """Nothing moved for the stall timeout; the text names who waits for whom."""
 
 
 class DeadlineError(RunError):
     """One wait took longer than its deadline."""
+
+
+class ReplayDiffers(RunError):
+    """A replay came to something else than the run it repeats; the text names what, and where."""
 
 
 class NothingToLearn(RunError):
@@ -114,3 +130,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = [folded[match] for match in difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.5)]
     listed = f"known: {', '.join(names)}"
     return f"did you mean {close[0]!r}? ({listed})" if close else listed
+
+
+def visible(text: str, limit: int = 10_000) -> str:
+    """``text`` on one line, with every control, direction and format character spelled out, cut at ``limit``.
+
+    >>> visible("a\\x1b[31mb\\nc")
+    'a\\\\x1b[31mb\\\\nc'
+    """
+    cut = text[:limit]
+    shown = "".join(_spell(character) for character in cut)
+    return shown + "…" if len(text) > limit else shown
+
+
+def _spell(character: str) -> str:
+    if character == " " or unicodedata.category(character)[0] not in "CZ":
+        return character
+    return character.encode("unicode_escape").decode("ascii")

@@ -80,6 +80,8 @@ def test_what_it_prints_is_what_it_does(server: Server) -> None:
         assert (chat.status_code, chat.json()["error"]["code"]) == (400, "no_chat_template")
     said = "".join(server.said)
     assert "listening on http://127.0.0.1:" in said
+    assert re.search(r"device +cpu, weights of [\d,]+ MiB", said)
+    assert re.search(r"kernels +compiled kernels run .*; attention: (compiled|reference)", said)
     assert re.search(r"cache +[\d,]+ MiB, [\d,]+ blocks", said)
     assert "chat       no" in said
     assert "token      needed" in said

@@ -92,7 +92,11 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
         (["flow.max_age=1", "flow.lead=2"], "flow.lead=2 is more than flow.max_age=1"),
         (["flow.capacity=8"], r"flow.capacity=8 is smaller than one batch \(flow.groups_per_step=16\)"),
         (["flow.min_episodes=9"], "flow.min_episodes=9 is more than flow.group_size=8"),
-        (["algo.loss={kind='grpo', kl_coef=0.1}"], "algo.loss='grpo' with its corrections reads log_ref"),
+        (["algo.loss='dpo'"], "algo.loss='dpo' with its corrections reads pairs"),
+        (["algo.loss='distill'"], "algo.loss='distill' learns from a teacher, and there is none"),
+        (["learner.teacher.kind='ema'"], "learner.teacher.kind='ema' has no effect"),
+        (["algo.old='kept'"], "algo.old='kept', and learner.old does not say which weights"),
+        (["learner.old.kind='ema'"], "learner.old.kind='ema' has no effect with algo.old='learner'"),
         (["algo.advantage=remax"], "algo.advantage='remax' does not fit env.kind='single_turn'"),
     ],
 )

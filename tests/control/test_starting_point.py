@@ -6,6 +6,7 @@ from pathlib import Path
 
 from headrace import checkpoint
 from headrace.checkpoint import SnapshotState
+from headrace.control.memory import ControllerMemory
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
 
@@ -19,5 +20,5 @@ def test_figures_that_the_first_life_began_from_outlast_it(tmp_path: Path) -> No
     told: dict[str, object] = {"eval_before": 0.25, "reward_first": 0.5}
     final = checkpoint.commit(unfinished, SnapshotState(step=4, version=4, config_fingerprint="abc", controller=told))
     assert starting_point(tmp_path) == StartingPoint(
-        step=4, snapshot=final, fingerprint="abc", eval_before=0.25, reward_first=0.5
+        step=4, snapshot=final, fingerprint="abc", memory=ControllerMemory(eval_before=0.25, reward_first=0.5)
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.control import Parts
-from headrace.engine import TokenChunk
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import (
     ComponentDied,
     DataError,
@@ -55,17 +55,21 @@ class MuteScorer(FakeScorer):
 class MuteEngine(FakeEngine):
     """Emits nothing for rows from 8 on; the first rows are asked for by the comparison before training."""
 
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         if prompt_ids_T[0] >= 8:
             await for_ever()
-        async for chunk in super().generate(prompt_ids_T, sampling):
+        async for chunk in super().generate(prompt_ids_T, sampling, options):
             yield chunk
 
 
 class DeafEngine(FakeEngine):
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         await for_ever()
-        async for chunk in super().generate(prompt_ids_T, sampling):
+        async for chunk in super().generate(prompt_ids_T, sampling, options):
             yield chunk
 
 
@@ -94,8 +98,8 @@ STALLS: dict[str, tuple[dict[str, Callable[[], object]], list[str]]] = {
     "scorer": ({"scorer": MuteScorer}, ["a reward has been owed by scoring workers", "rollout  waits"]),
     "engine": ({"engine": MuteEngine}, ["an episode has been owed by engine", "learner  waits"]),
     "engine before training": ({"engine": DeafEngine}, ["a comparison of logprobs has been owed by engine"]),
-    "sync": ({"engine": StuckCommit}, ["sync     busy", "with version 2"]),
-    "first publication": ({"learner": StuckPublication}, ["sync     busy", "with version 0"]),
+    "sync": ({"engine": StuckCommit}, ["sync     waits", "the commit of version 2"]),
+    "first publication": ({"learner": StuckPublication}, ["sync     waits", "the announcement of version 0"]),
 }
 
 
@@ -107,9 +111,8 @@ def test_learner_that_never_answers_is_named_though_a_step_may_take_long(tmp_pat
 
 
 def test_step_that_takes_longer_than_the_watchdog_waits_is_no_stall(tmp_path: Path) -> None:
-    life = live(
-        Plan(run_dir=tmp_path, steps=3, run={"stall_timeout_s": 20.0}, learner=lambda: FakeLearner(token_s=1.0))
-    )
+    plan = Plan(run_dir=tmp_path, steps=3, run={"stall_timeout_s": 20.0}, learner=lambda: FakeLearner(token_s=1.0))
+    life = live(plan)
     assert life.summary.status == "finished"
     assert life.seconds > 3 * 20.0
 
@@ -118,11 +121,13 @@ def test_engine_that_steps_without_telling_is_no_stall(tmp_path: Path) -> None:
     class Thinking(FakeEngine):
         """Reads the prompt for a minute."""
 
-        async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        async def generate(
+            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+        ) -> AsyncIterator[TokenChunk]:
             for _ in range(6):
                 await asyncio.sleep(10.0)
                 self._count(steps=1)
-            async for chunk in super().generate(prompt_ids_T, sampling):
+            async for chunk in super().generate(prompt_ids_T, sampling, options):
                 yield chunk
 
     plan = Plan(run_dir=tmp_path, steps=2, run={"stall_timeout_s": 20.0}, engine=Thinking)
@@ -133,10 +138,12 @@ def test_tokens_of_a_request_that_fails_halfway_stay_in_the_books(tmp_path: Path
     class Tearing(FakeEngine):
         num_asked = 0
 
-        async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        async def generate(
+            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+        ) -> AsyncIterator[TokenChunk]:
             self.num_asked += 1
             torn = self.num_asked % 5 == 0
-            async for chunk in super().generate(prompt_ids_T, sampling):
+            async for chunk in super().generate(prompt_ids_T, sampling, options):
                 yield chunk
                 if torn:
                     raise RequestError("its logits are not finite", remedy="look at the weights")
@@ -193,11 +200,8 @@ def test_slow_parts_that_go_on_moving_are_no_stall(tmp_path: Path) -> None:
 
 
 def test_rewards_that_are_all_equal_end_the_run_with_advice(tmp_path: Path) -> None:
-    plan = Plan(
-        run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=lambda: FakeScorer(reward=lambda _: 0.5)
-    )
-    seen = Seen()
-    error = cause_of(plan, seen=seen)
+    seen, equal = Seen(), lambda: FakeScorer(reward=lambda _: 0.5)
+    error = cause_of(Plan(run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=equal), seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "6 steps in a row" in str(error)
     assert "0.5" in str(error)
@@ -240,20 +244,21 @@ def test_refused_request_costs_its_own_episode_only(tmp_path: Path) -> None:
     class Picky(FakeEngine):
         num_asked = 0
 
-        async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+        async def generate(
+            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+        ) -> AsyncIterator[TokenChunk]:
             self.num_asked += 1
             if self.num_asked % 3 == 0:
                 raise RequestError("no room for 3 tokens", remedy="ask for less")
-            async for chunk in super().generate(prompt_ids_T, sampling):
+            async for chunk in super().generate(prompt_ids_T, sampling, options):
                 yield chunk
 
     life = live(Plan(run_dir=tmp_path, steps=4, engine=lambda: Picky(length=lambda seed: 10 + seed % 7)))
     episodes = life.summary.ledger.episodes
     assert episodes.dropped["request_refused"] > 0
     assert life.summary.steps == 4
-    assert [text.rpartition(" (")[0] for text in life.summary.warnings] == [
-        "episodes fail: request_refused: no room for 3 tokens"
-    ]
+    (warning,) = life.summary.warnings
+    assert warning.startswith("episodes fail: request_refused: no room for 3 tokens (")
 
 
 def long_rows(rows: set[int], length: int = 2000) -> Callable[[Parts], Parts]:
@@ -317,10 +322,12 @@ class DyingEngine(FakeEngine):
 
 
 class DyingSampler(FakeEngine):
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
         if prompt_ids_T[0] > 9:
             raise ComponentDied("the engine ended with signal 9", remedy="look at logs/engine.log")
-        async for chunk in super().generate(prompt_ids_T, sampling):
+        async for chunk in super().generate(prompt_ids_T, sampling, options):
             yield chunk
 
 

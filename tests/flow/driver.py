@@ -7,12 +7,15 @@ second time, from the words of the contract.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.flow import Admission, Flow, FlowConfig
+from headrace.flow import Admission, Flow, FlowConfig, TakenBatch
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.base import Submit as SubmitGroups
+from headrace.flow.policies.deadlines import age_needed
+from headrace.flow.state import FlowState
 from headrace.types.episode import EpisodeKey, EpisodeStatus
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
@@ -20,6 +23,9 @@ from headrace.types.scored import ScoredGroup
 
 ORDERED_AHEAD = 2
 """Batches that may be taken and not trained yet."""
+MANY_ROUNDS = 500
+"""Of all events: in a fifth of these every run ends. More would make the search for a short history that never ends,
+each try of which goes through all of them, take many minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +159,9 @@ class Driver:
         self.overlaps = 0
         """Batches that were trained while other groups ran."""
         self.max_age = 0
+        self.saved_bound: int | None = None
+        self.newest_sampled = -1
+        self.crashed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -161,8 +170,14 @@ class Driver:
         )
         self.flow.restore(self.checkpoint, self.ledger.recall(self.checkpoint))
         self.running: dict[int, Attempt] = {}
-        self.taken: list[list[ScoredGroup]] = []
+        self.taken: list[TakenBatch] = []
         self.num_trained = self.checkpoint
+        self.earlier_bounds: list[tuple[int, int]] = []
+        """(bound, newest version while it held) of bounds that hold no more."""
+        if self.config.max_age == "auto":
+            self.flow.resume_max_age(self.saved_bound)
+            self.earlier_bounds.append((self.config.greatest_age, self.newest_sampled))
+        self.bound = self.flow.state.limits.max_age
         self.check()
 
     # --- events
@@ -195,6 +210,7 @@ class Driver:
         if left:
             key = EpisodeKey(number, self.rng.choice(left))
             failed = self.rng.random() < failures
+            self.newest_sampled = max(self.newest_sampled, self.flow.state.version)
             episode = self.make_episode(key, (attempt.from_version, self.flow.state.version), failed=failed)
             attempt.episodes[episode.key.place] = episode
             self.flow.end_episode(episode)
@@ -206,9 +222,9 @@ class Driver:
         """An ended episode whose tokens were sampled under ``versions``."""
         return Tried(key=key, status=EpisodeStatus.FAILED if failed else EpisodeStatus.SCORED, sampled_under=versions)
 
-    def report(self, step: int, groups: list[ScoredGroup]) -> StepReport:
+    def report(self, taken: TakenBatch) -> StepReport:
         """What the learner says of a step."""
-        return StepReport(step=step, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
+        return StepReport(step=taken.step, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
 
     def _close(self, number: int) -> None:
         episodes = self.running.pop(number).episodes
@@ -230,26 +246,52 @@ class Driver:
     def take(self) -> bool:
         if len(self.taken) >= ORDERED_AHEAD:
             return False
-        groups = self.flow.take()
-        if groups is None:
-            return False
-        step = self.flow.state.next_step - 1
+        left = sum(self.flow.state.dropped.values())
+        taken = self.flow.take()
+        if taken is None:
+            return sum(self.flow.state.dropped.values()) > left
+        step, groups = taken.step, taken.groups
+        assert step == self.flow.state.next_step - 1
         numbers = tuple(group.number for group in groups)
         assert len(set(numbers)) == len(numbers) == self.config.groups_per_step
         assert self.batches.setdefault(step, numbers) == numbers, "a replayed step has other groups than before"
+        floor = -1 if taken.oldest_version is None else taken.oldest_version
         for group in groups:
-            ages = [step - version for episode in group.scored for version in episode.versions()]
+            versions = [v for episode in group.scored for v in episode.versions() if v >= floor]
+            assert versions, "nothing of it is left to train"
+            ages = [step - version for version in versions]
             assert min(ages) >= 0
-            assert max(ages) <= self.config.max_age, f"step {step} would train group {group.number} at {max(ages)}"
+            assert max(ages) <= self.allowed(min(versions)), f"step {step} would train group {group.number}"
+            assert max(ages) <= self.config.greatest_age
             self.max_age = max(self.max_age, *ages)
-        self.taken.append(groups)
+        self.taken.append(taken)
+        return True
+
+    def allowed(self, version: int) -> int:
+        """The greatest bound that held since ``version`` came into use."""
+        return max([self.bound, *(bound for bound, last in self.earlier_bounds if last >= version)])
+
+    def tune(self) -> bool:
+        """A bound that tunes itself moves."""
+        if self.config.max_age != "auto":
+            return False
+        self.earlier_bounds.append((self.bound, self.flow.state.version))
+        self.bound = self.rng.randrange(1, self.config.greatest_age + 1)
+        self.flow.set_max_age(self.bound)
+        return True
+
+    def throttle(self) -> bool:
+        """A cap that tunes itself moves."""
+        if self.config.capacity != "auto":
+            return False
+        self.flow.set_capacity(self.rng.randrange(self.config.groups_per_step, 4 * self.config.groups_per_step))
         return True
 
     def train(self) -> bool:
         if not self.taken:
             return False
-        groups = self.taken.pop(0)
-        report = self.report(self.num_trained, groups)
+        taken = self.taken.pop(0)
+        groups, report = taken.groups, self.report(taken)
         self.flow.trained(groups, report, {0: report.trained_tokens})
         self.lineage[self.num_trained] = tuple(group.number for group in groups)
         self.num_trained += 1
@@ -266,13 +308,25 @@ class Driver:
     def save(self) -> bool:
         """A snapshot of what is trained."""
         self.checkpoint = self.num_trained
+        self.saved_bound = self.bound
         return True
 
     def crash(self) -> bool:
         """Everything in memory is gone."""
         self.lineage = {step: numbers for step, numbers in self.lineage.items() if step < self.checkpoint}
+        self.crashed = True
         self._begin()
         return True
+
+    def go_on_under(self, config: FlowConfig) -> bool:
+        """Crash, and go on with other settings, unless what the ledger holds is too old for them."""
+        resumed = Flow(config, writer=self.ledger, clock=StillClock(), last_step=self.steps, pick_row=lambda row: row)
+        resumed.restore(self.checkpoint, self.ledger.recall(self.checkpoint))
+        fits = age_needed(resumed.state, only_planned=config.policy.drops_stale) <= config.greatest_age
+        if fits:
+            self.config, self.saved_bound = config, None
+        self.crash()
+        return fits
 
     # --- driving
 
@@ -280,7 +334,7 @@ class Driver:
         """Any events in any order; ``crashes`` is how probable a crash is at each."""
         quiet = [self.admit, self.start, self.start, self.end_episode, self.end_episode, self.end_episode]
         quiet += [self.take, self.train, self.commit, lambda: self.end_episode(failures=0.5)]
-        rates = {self.crash: crashes, self.drop: 0.03, self.save: 0.03}
+        rates = {self.crash: crashes, self.drop: 0.03, self.save: 0.03, self.tune: 0.04, self.throttle: 0.03}
         for _ in range(count):
             drawn, event = self.rng.random(), self.rng.choice(quiet)
             for rare, rate in rates.items():
@@ -292,15 +346,19 @@ class Driver:
     def finish(self) -> None:
         """Everything that runs ends in time: the last step must be reached."""
         events = [self.admit, self.start, self.end_episode, self.take, self.train, self.commit]
-        while self.flow.state.version < self.steps:
+        for _ in range(MANY_ROUNDS):
+            if self.flow.state.version == self.steps:
+                return
             moved = [event() for event in self.rng.sample(events, len(events))]
             assert any(moved), f"deadlock: {self.flow.state.counts}, step {self.flow.state.next_step}"
             self.check()
+        raise AssertionError(f"it goes on for ever: {self.flow.state.counts}, step {self.flow.state.next_step}")
 
     def check(self) -> None:
         """Conservation, against a count of our own."""
         state = self.flow.state
         assert state.conserved()
+        check_counts(state)
         alive = {n: row.state for n, row in self.ledger.rows.items() if n in state.groups}
         assert alive == {number: entry.state for number, entry in state.groups.items()}
         gone = [row for number, row in self.ledger.rows.items() if number not in state.groups]
@@ -316,3 +374,24 @@ class Driver:
         dropped = {number for number, row in self.ledger.rows.items() if row.state is GroupState.DROPPED}
         assert set(trained) | dropped == set(self.ledger.rows)
         assert not self.flow.state.groups
+
+
+def check_counts(state: FlowState) -> None:
+    """Every count that policies ask for, against a look at all groups."""
+    counted = (GroupState.TAKEN, GroupState.TRAINED)
+    out = {number: entry for number, entry in state.groups.items() if entry.state not in counted}
+    free = {number: entry for number, entry in out.items() if entry.step is None}
+    assert state.num_open == len(free)
+    assert state.aging == Counter(entry.oldest_version for entry in free.values() if entry.oldest_version is not None)
+    planned = {(entry.step, number) for number, entry in out.items() if entry.step is not None}
+    assert {(step, number) for step, numbers in state.plan.items() for number in numbers} == planned
+    ready = {number for number, entry in out.items() if entry.state is GroupState.READY}
+    assert state.ready == ready
+    for files in (state.ready_from, state.ready_to):
+        assert sorted(number for numbers in files.values() for number in numbers) == sorted(ready & free.keys())
+        assert all(files.values())
+    assert state.first_open(5) == sorted(free)[:5]
+    waiting = [entry for entry in state.groups.values() if entry.state is GroupState.SUBMITTED]
+    assert state.num_waiting == len(waiting)
+    aged = [entry for entry in waiting if entry.oldest_version is not None and entry.oldest_version <= state.version]
+    assert state.num_waiting_aged == len(aged)

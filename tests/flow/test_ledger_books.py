@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.flow import FlowConfig
+from headrace.flow import FlowConfig, TakenBatch
 from headrace.flow.ledger import Fates, Recalled, SqliteLedger
 from headrace.flow.ledger.base import Operation
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
-from headrace.types.scored import ScoredGroup
 from tests.flow.driver import DictLedger, Driver, Row
 from tests.flow.episodes import as_told, ended, sampled
 
@@ -76,8 +75,9 @@ class BookDriver(Driver):
         cause = self.rng.choice(CAUSES) if failed else ""
         return ended(key.group, key.place, tokens=tokens, reward=self.rng.random(), cause=cause)
 
-    def report(self, step: int, groups: list[ScoredGroup]) -> StepReport:
-        tokens = sum(episode.num_sampled for group in groups for episode in group.scored)
+    def report(self, taken: TakenBatch) -> StepReport:
+        step = taken.step
+        tokens = sum(episode.num_sampled for group in taken.groups for episode in group.scored)
         self.unusable[step] = self.rng.randrange(3)
         return StepReport(
             step=step,

@@ -201,9 +201,9 @@ def test_ledger_that_was_begun_with_other_sizes_is_refused(
 
 
 def test_ledger_of_a_newer_version_is_refused(ledger: SqliteLedger, path: Path) -> None:
-    ledger._db.execute("PRAGMA user_version = 2")
+    ledger._db.execute("PRAGMA user_version = 99")
     for opening in (lambda: reopened(ledger, path), lambda: SqliteLedger.open(path)):
-        with pytest.raises(LedgerError, match="ledger format 2, this program writes 1"):
+        with pytest.raises(LedgerError, match=r"ledger format 99, this program writes \d"):
             opening()
 
 
@@ -229,7 +229,7 @@ def test_empty_or_missing_ledger_is_refused_for_reading(path: Path) -> None:
 
 def test_episode_whose_bytes_rotted_is_refused_in_words(ledger: SqliteLedger) -> None:
     apply(ledger, *ready(0))
-    ledger._db.execute("UPDATE episodes SET turns = x'c1' WHERE position = 1")
+    ledger._db.execute("UPDATE turns SET turns = x'c1' WHERE position = 1")
     with pytest.raises(LedgerError, match="cannot be read"):
         ledger.recall(0)
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from headrace.errors import visible
 from headrace.observe import LiveView, PlainView, open_view
 from headrace.observe.terminal import draw
-from headrace.observe.words import duration, sparkline, visible
+from headrace.observe.words import duration, sparkline
 from headrace.types.observation import Event, Fractions, LiveState, QueueCounts, Wait
 from tests.observe.synthetic import step_record
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
-from headrace.engine import TokenChunk
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.env import SingleTurn
 from headrace.errors import ComponentDied, RequestError
 from headrace.rollout import EpisodeRunner
@@ -30,7 +30,10 @@ class Scripted(FakeEngine):
         self.chunks = chunks
         self.asked: list[tuple[list[int], Sampling]] = []
 
-    async def generate(self, prompt_ids_T: IntColumn, sampling: Sampling) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        self.options = options
         self.asked.append((prompt_ids_T.tolist(), sampling))
         for chunk in self.chunks:
             if isinstance(chunk, Exception):

@@ -110,10 +110,10 @@ class Running:
                 return int(match[1])
         raise AssertionError(f"it ended without step {at_least}: {self.lines} {self.rest()}")
 
-    def rest(self) -> str:
+    def rest(self, timeout_s: float = DEADLINE_S) -> str:
         """Read to the end; what it said on standard error."""
         assert self.process.stderr is not None
-        output, error = self.process.communicate(timeout=DEADLINE_S)
+        output, error = self.process.communicate(timeout=timeout_s)
         self.lines += output.splitlines(keepends=True)
         return error
 

@@ -18,7 +18,8 @@ from headrace.models import load_model, load_tokenizer
 from headrace.models.weights import weight_tensors
 from headrace.rollout.runner import episode_seed
 from headrace.session import RunConfig
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey
 from headrace.types.messages.engine import GenerateRequest
@@ -58,7 +59,7 @@ class SerialLoop:
             served,
             config.engine,
             max_context=max(map(len, self.prompts)) + config.engine.max_new_tokens,
-            receiver=ShmReceiver(weight_tensors(served)),
+            receiver=make_receiver(Route(), weight_tensors(served)),
             clock=RealClock(),
         )
         context = LearnerContext(
@@ -68,7 +69,7 @@ class SerialLoop:
             clock=RealClock(),
         )
         self.learner = LearnerCore(trained, config.learner, Objective.build(config.algo), context)
-        self.publisher = ShmPublisher(buffer, weight_tensors(trained))
+        self.publisher = make_publisher(Route(address=str(buffer)), weight_tensors(trained))
 
     def train(self, out: Path) -> None:
         """All steps; the trained model is written to ``out``."""

@@ -8,8 +8,8 @@ import pytest
 from headrace.clock import VirtualClock, run_virtual
 from headrace.config import merge
 from headrace.errors import ConfigError, DataError, RunError
+from headrace.flow.ledger.opening import SQLITE_FILE
 from headrace.session.directory import (
-    LEDGER_FILE,
     choose_directory,
     locked,
     read_status,
@@ -23,7 +23,7 @@ def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:
     with locked(tmp_path / "run", resume=False):
         with pytest.raises(ConfigError, match="is in use by another process"), locked(tmp_path / "run", resume=False):
             pass
-        (tmp_path / "run" / LEDGER_FILE).touch()
+        (tmp_path / "run" / SQLITE_FILE).touch()
     with locked(tmp_path / "run", resume=True):
         pass
 
@@ -32,7 +32,7 @@ def test_a_run_is_resumed_only_when_asked_and_only_where_there_is_one(tmp_path: 
     with pytest.raises(ConfigError, match="holds no run to resume"), locked(tmp_path / "run", resume=True):
         pass
     assert not (tmp_path / "run").exists()
-    (tmp_path / LEDGER_FILE).touch()
+    (tmp_path / SQLITE_FILE).touch()
     with pytest.raises(ConfigError, match=r"holds a run already(.|\n)*--resume"), locked(tmp_path, resume=False):
         pass
 

@@ -50,6 +50,8 @@ def test_a_full_disk_ends_the_run_in_words_and_costs_no_snapshot(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "cannot be written" in summary["cause"]
+    for loop in ("rollout", "scoring", "learner", "sync"):  # and what it was at
+        assert f"\n  {loop} " in summary["cause"]
 
     fill(small_disk)
     with pytest.raises(HeadraceError, match="cannot be"):  # not even the ledger can be written

@@ -53,6 +53,8 @@ def test_a_run_that_is_stopped_and_killed_in_every_way_ends_with_the_weights_of_
     SerialLoop(load_config(run_file), tmp_path / "buffer").train(tmp_path / "serial")
     last = run_dir / "checkpoints" / f"step-{STEPS:06d}"
     assert same_learner(last, tmp_path / "serial")
+    with pytest.raises(ConfigError, match="cannot be replayed: it has 5 lives"):
+        train(run_file, overrides=[f"run.dir={tmp_path / 'again'}"], replay=run_dir)
 
 
 def stop_by_ctrl_c(run_file: Path, run_dir: Path) -> int:

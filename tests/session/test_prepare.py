@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from headrace.environ import RUN_TOKEN
 from headrace.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
 from headrace.session import evaluate, load_config, train
+from headrace.session.explain import explain
 from headrace.session.prepare import Inputs, Prepared, prepare
 from tests.session.runs import make_run, tiny_model
 
@@ -54,6 +56,7 @@ def test_a_run_that_can_work_is_prepared(prepared: Prepare) -> None:
         ({"engine": {"max_new_tokens": 32}}, ConfigError, r"(?s)no prompt fits.*lower engine.max_new_tokens"),
         ({"engine": {"max_context": 64}}, ConfigError, "max_context=64 is more than the model's context of 32"),
         ({"engine": {"max_context": 6}}, ConfigError, "no prompt fits"),
+        ({"data": {"epochs": 1}, "flow": {"groups_per_step": 999}}, ConfigError, "fewer than one batch .*=999"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -145,3 +148,41 @@ def test_a_script_that_is_imported_for_its_reward_starts_no_run(monkeypatch: pyt
 
 def exact(completion: str) -> float:
     return 1.0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (0, ["Engine on cpu, learner on cpu."]),
+        (
+            1,
+            [
+                "Engine on cuda:0, learner on cuda:0.",
+                "cache of at most 30% of the memory that is free then; what remains is the learner's.",
+            ],
+        ),
+        (3, ["Engine on cuda:2, learner on cuda:0.", "cache of at most 90% of the memory that is free then."]),
+    ],
+)
+def test_a_dry_run_says_where_the_parts_compute_and_who_gets_how_much_memory(
+    prepared: Prepare, gpus: int, words: list[str]
+) -> None:
+    said = explain(prepared(inputs=Inputs(gpus=gpus)))
+    assert all(word in said for word in words), said
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(prepared: Prepare) -> None:
+    with pytest.raises(ConfigError, match=r"learner.device='cuda:2', and torch sees 2 GPUs") as refused:
+        prepared("learner.device=cuda:2", inputs=Inputs(gpus=2))
+    assert "learner.device = 'auto'" in refused.value.remedy
+
+
+def test_a_name_that_is_no_device_is_refused(prepared: Prepare) -> None:
+    with pytest.raises(ConfigError, match=r"engine.device='gpu': .*'cuda' or 'cuda:' and the number of one"):
+        prepared("engine.device=gpu")
+
+
+def test_a_run_may_go_on_on_other_devices(prepared: Prepare) -> None:
+    here = prepared()
+    there = replace(here, config=load_config(here.config, ["engine.device=cuda", "learner.device=cuda:1"]))
+    assert here.fingerprint() == there.fingerprint()

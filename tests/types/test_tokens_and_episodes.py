@@ -158,5 +158,8 @@ def test_slot_is_held_from_admission_to_release_and_flight_ends_with_training() 
     assert [state for state in GroupState if state.in_flight] == LIFE[:6]
 
 
-def test_episode_has_ended_when_it_is_scored_or_failed() -> None:
-    assert [status for status in EpisodeStatus if status.ended] == [EpisodeStatus.SCORED, EpisodeStatus.FAILED]
+def test_episode_has_ended_when_it_is_scored_or_will_never_be_trained() -> None:
+    going_on = [status for status in EpisodeStatus if not status.ended]
+    assert going_on == [EpisodeStatus.RUNNING, EpisodeStatus.FINISHED]
+    untrained = [status for status in EpisodeStatus if status.untrained]
+    assert untrained == [EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED]

@@ -12,8 +12,11 @@ from headrace.errors import ConfigError, nearest
 _BENCHMARKS = {
     "algo": "headrace.bench.algo",
     "engine": "headrace.bench.engine",
+    "faults": "headrace.bench.faults",
     "learner": "headrace.bench.learner",
+    "ledger": "headrace.bench.ledger",
     "loop": "headrace.bench.loop",
+    "sync": "headrace.bench.sync",
 }
 """Name of the benchmark and the module whose ``measure`` runs it."""
 

@@ -26,7 +26,8 @@ from headrace.engine.native import NativeEngine
 from headrace.environ import shared_memory_root
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
 
@@ -58,14 +59,16 @@ class Native:
         self._model = load_model(ModelConfig(path=model_dir))
         tensors = weight_tensors(self._model)
         self._path = shared_memory_root() / f"headrace-bench-{os.getpid()}"
-        self._publisher = ShmPublisher(self._path, tensors)
+        self._publisher = make_publisher(Route(address=str(self._path)), tensors)
         for slot in (0, 1):
             self._publisher.copy(slot)
         config = EngineConfig(max_sequences=BATCH, max_new_tokens=MAX_CONTEXT)
-        receiver = ShmReceiver(tensors)
+        receiver = make_receiver(Route(), tensors)
         self._engine = NativeEngine(
             self._model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=self._clock
         )  # fmt: skip
+        cache = self._engine._cache
+        cache.clear(range(cache.num_blocks))  # all its pages are there now: what is resident besides them is not cache
         self._version = -1
         self._next_id = 0
         self._commit()

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from headrace import __version__
-from headrace.cli import bench, check, demo, evaluate, ledger, serve, status, train
+from headrace.cli import bench, check, demo, evaluate, export, ledger, serve, status, train
 from headrace.cli.output import complain
 from headrace.errors import HeadraceError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("demo")(demo.demo)
 app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("status")(status.status)
 app.command("ledger")(ledger.ledger)

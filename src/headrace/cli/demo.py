@@ -24,21 +24,25 @@ def demo(
     A model of 0.4M parameters is made and imitates a careless teacher, who forgets the carry in 60% of the
     demonstrations. Reinforcement learning, which sees only whether an answer is right, does the rest.
     """
-    from headrace.cli.ending import show_summary
-    from headrace.clock import RealClock
-    from headrace.errors import ConfigError
-    from headrace.recipes.demo import build_demo
-    from headrace.session import load_config
-    from headrace.session import train as run
-    from headrace.session.directory import LEDGER_FILE, choose_directory
+    from headrace.heap import growing_heap
+    from headrace.models.kernels.build import build_ahead
+
+    build_ahead()  # it is done long before the supervised phase
+    with growing_heap():
+        from headrace.cli.ending import show_summary
+        from headrace.clock import RealClock
+        from headrace.errors import ConfigError
+        from headrace.flow.ledger.opening import has_ledger
+        from headrace.recipes.demo import build_demo
+        from headrace.session import load_config
+        from headrace.session import train as run
+        from headrace.session.directory import choose_directory
 
     out = console()
     target = directory or choose_directory("", RealClock(), prefix="demo-")
-    if (target / "run" / LEDGER_FILE).exists():
-        raise ConfigError(
-            f"--dir={str(target)!r} holds a demo already",
-            remedy=f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again",
-        )
+    if has_ledger(target / "run"):
+        remedy = f"choose another --dir, or: headrace train {target / 'demo.toml'} --set run.dir=runs/again"
+        raise ConfigError(f"--dir={str(target)!r} holds a demo already", remedy=remedy)
     if as_json:
         made = build_demo(target, seed=seed, mixture=mixture)
     else:

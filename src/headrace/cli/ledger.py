@@ -3,34 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
+from rich.console import Console
 
 from headrace.cli.output import console, print_json, readable, table
+
+if TYPE_CHECKING:
+    from headrace.flow.ledger import Conservation, Fates, Ledger
+    from headrace.flow.ledger.survivors import Survivors
 
 
 def ledger(
     run_dir: Path = typer.Argument(help="The run's directory."),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+    replay: bool = typer.Option(False, "--replay", help="Train a fresh learner on the recorded batches, and compare."),
 ) -> None:
     """Show what became of every group, episode and token, and whether the books balance."""
-    from headrace.control.summing import ledger_summary
-    from headrace.flow.ledger import SqliteLedger
-    from headrace.session.directory import LEDGER_FILE
+    from headrace.flow.ledger.opening import open_ledger
 
-    book = SqliteLedger.open(run_dir / LEDGER_FILE)
+    book = open_ledger(run_dir)
     try:
-        conservation, ages = book.conservation(), book.ages()
-        notes = [{"kind": kind, "detail": detail, "at_s": at_s} for kind, detail, at_s in book.notes()]
+        agrees = _replay(run_dir, book, as_json) if replay else _show(book, as_json)
     finally:
         book.close()
-    summary = ledger_summary(conservation)
+    if not agrees:
+        raise typer.Exit(1)
+
+
+def _show(book: Ledger, as_json: bool) -> bool:
+    from headrace.control.summing import ledger_summary
+    from headrace.flow.ledger.survivors import survivors
+
+    conservation, ages, bias = book.conservation(), book.ages(), survivors(book.lengths())
     if as_json:
-        print_json({"conservation": summary, "holds": conservation.holds, "ages": ages, "notes": notes})
-        return
+        tree: dict[str, Any] = {
+            "conservation": ledger_summary(conservation),
+            "holds": conservation.holds,
+            "ages": ages,
+            "survivors": None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased},
+            "notes": [{"kind": kind, "detail": detail, "at_s": at_s} for kind, detail, at_s in book.notes()],
+        }
+        print_json(tree)
+        return conservation.holds
     out = console()
+    _show_books(out, conservation)
+    if ages:
+        age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
+        for age, tokens in ages.items():
+            age_table.add_row(str(age), f"{tokens:,}")
+        out.print(age_table)
+    if bias is not None:
+        _show_survivors(out, bias)
+    out.print("\nthe books balance" if conservation.holds else "\nTHE BOOKS DO NOT BALANCE", style="bold")
+    return conservation.holds
+
+
+def _show_books(out: Console, conservation: Conservation) -> None:
     rows = table("conservation", "", "submitted", "trained", "dropped", "in flight", "balance")
-    units = {"groups": conservation.groups, "episodes": conservation.episodes, "tokens": conservation.tokens}
+    units: dict[str, Fates] = {
+        "groups": conservation.groups,
+        "episodes": conservation.episodes,
+        "tokens": conservation.tokens,
+    }
     for name, fates in units.items():
         dropped = sum(fates.dropped.values())
         counts = (fates.submitted, fates.trained, dropped, fates.in_flight, fates.balance)
@@ -42,11 +79,31 @@ def ledger(
         for reason in sorted(reasons):
             fates_table.add_row(readable(reason), *(f"{fates.dropped.get(reason, 0):,}" for fates in units.values()))
         out.print(fates_table)
-    if ages:
-        age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
-        for age, tokens in ages.items():
-            age_table.add_row(str(age), f"{tokens:,}")
-        out.print(age_table)
-    out.print("\nthe books balance" if conservation.holds else "\nTHE BOOKS DO NOT BALANCE", style="bold")
-    if not conservation.holds:
-        raise typer.Exit(1)
+
+
+def _show_survivors(out: Console, bias: Survivors) -> None:
+    rows = table("\ntokens of an episode", "", "submitted", "trained")
+    rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
+    rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
+    for quantile, lengths in bias.quantiles.items():
+        rows.add_row(f"quantile {quantile}", *(f"{length:,.0f}" for length in lengths))
+    out.print(rows)
+    verdict = "some lengths survive more often than others" if bias.biased else "no length survives more than others"
+    out.print(f"{verdict} (two-sample Kolmogorov–Smirnov: distance {bias.ks:.3f}, p = {bias.p_value:.2g})")
+
+
+def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
+    from headrace.session.replaying import replay
+
+    out = console()
+    found = replay(run_dir, book, tell=lambda line: None if as_json else out.print(line))
+    if as_json:
+        print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
+    elif found.first_difference is None:
+        out.print(f"{found.steps} steps made again: the weights of {len(found.agree)} versions agree bit for bit")
+    else:
+        out.print(
+            f"{found.steps} steps made again: the weights differ from version {found.first_difference} on "
+            "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
+        )
+    return found.first_difference is None

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.errors import HeadraceError
-from headrace.observe.words import visible
+from headrace.errors import HeadraceError, visible
 
 
 def console() -> Console:

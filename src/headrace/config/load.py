@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 import pydantic
 from pydantic_core import ErrorDetails
 
 from headrace.config.section import Section
+from headrace.config.words import allowed, is_choice
 from headrace.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Section)
@@ -70,21 +72,24 @@ def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
     lines = [_explain(kind, detail) for detail in details]
-    raise ConfigError("\n".join(problem for problem, _ in lines), remedy="; ".join(_unique(r for _, r in lines)))
+    raise ConfigError("\n".join(_unique(p for p, _ in lines)), remedy="; ".join(_unique(r for _, r in lines)))
 
 
 def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    (name, inner), (_, around) = _locate(kind, detail["loc"]), _locate(kind, detail["loc"][:-1])
-    value = detail["input"]
+    place, above = _locate(kind, detail["loc"]), _locate(kind, detail["loc"][:-1])
+    name, value = place.name, detail["input"]
+    if is_choice(place.form):  # each of its forms says why it is not meant: one line says what is
+        return f"{name}={value!r}: expected {allowed(place.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
-            known = {key for model in around for key in model.model_fields}
+            known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
-            required = [f"{name}.{key}" for model in inner for key, f in model.model_fields.items() if f.is_required()]
+            fields = [(key, f) for model in place.models for key, f in model.model_fields.items()]
+            required = [f"{name}.{key}" for key, f in fields if f.is_required()]
             return f"{name} is missing", f"set {' and '.join(required) or name}"
         case "union_tag_invalid":
             ctx = detail["ctx"]
@@ -99,22 +104,37 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
     return f"{name}={value!r}: {detail['msg'].lower()}", f"change {name}"
 
 
-def _locate(kind: type[Section], location: tuple[int | str, ...]) -> tuple[str, list[type[pydantic.BaseModel]]]:
-    """The name of a place as a run file writes it, and the sections that can stand there. A union's tag stands in a
-    location too: it chooses among the sections and is no part of the name."""
-    name = ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    name: str
+    """As a run file writes it."""
+    models: list[type[pydantic.BaseModel]]
+    """The sections that can stand there."""
+    form: Any
+    """Its annotation."""
+
+
+def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _Place:
+    """The place of an error. A union's tag stands in a location too: it chooses among the sections; so do the names of
+    a union's forms, which choose among nothing. Neither is a part of the name."""
+    name, form = "", cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
         tagged = [model for model in here if part in _tags(model)]
         if isinstance(part, int):
             name += f"[{part}]"
+            form = next(iter(get_args(form)), None)
         elif len(here) > 1 and tagged:
             here = tagged
-        else:
+        elif here:
             name += f".{part}" if name else part
             fields = [model.model_fields[part].annotation for model in here if part in model.model_fields]
+            form = next(iter(fields), None)
             here = [model for field in fields for model in _models(field)]
-    return name, here
+        elif get_origin(form) is dict:
+            name += f".{part}"
+            form = get_args(form)[1]
+    return _Place(name=name, models=here, form=form)
 
 
 def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:

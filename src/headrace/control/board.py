@@ -70,14 +70,13 @@ class Board:
 
     @contextmanager
     def waiting(self, loop: str, what: str, *, on: str) -> Iterator[None]:
-        """Within this, ``loop`` waits for ``what``, which ``on`` can bring."""
+        """Within this, ``loop`` waits for ``what``, which ``on`` can bring. A wait that is broken off stays on the
+        board: whoever tells why the run failed tells what it waited for."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), on
-        try:
-            yield
-        finally:
-            row.since, row.waiting_for = self._clock.now(), ""
-            self._moved_at = row.since
+        yield
+        row.since, row.waiting_for = self._clock.now(), ""
+        self._moved_at = row.since
 
     @contextmanager
     def asking(self, loop: str, what: str, *, of: str, may_take_s: float = 0.0) -> Iterator[None]:
@@ -144,16 +143,23 @@ class Board:
     def in_words(self) -> str:
         """The table, a line per loop, with what each consumes and produces."""
         lines = []
-        for wait in self.table():
-            contract = self._rows[wait.loop].contract
-            doing = f"waits {wait.since_s:.0f} s for {wait.what}, which {wait.unblocked_by} brings"
-            if wait.state == "busy":
-                doing = f"busy {wait.since_s:.0f} s with {wait.what}"
+        for line, row in zip(self.in_brief(), self._rows.values(), strict=True):
+            contract = row.contract
             lines.append(
-                f"  {wait.loop:<8} {doing}  [consumes {contract.consumes}; produces {contract.produces}; "
+                f"{line}  [consumes {contract.consumes}; produces {contract.produces}; "
                 f"waits for {contract.waits_for}; unblocked by {contract.unblocked_by}]"
             )
         return "\n".join(lines)
+
+    def in_brief(self) -> list[str]:
+        """The table, a line per loop."""
+        lines = []
+        for wait in self.table():
+            doing = f"waits {wait.since_s:.0f} s for {wait.what}, which {wait.unblocked_by} brings"
+            if wait.state == "busy":
+                doing = f"busy {wait.since_s:.0f} s with {wait.what}"
+            lines.append(f"  {wait.loop:<8} {doing}")
+        return lines
 
 
 def _owed(asks: dict[int, _Ask], now: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from headrace.config import Section
+from headrace.env import Curriculum
 from headrace.flow import FlowConfig
 
 
@@ -40,7 +41,9 @@ class Settings:
 
     run: RunSection
     flow: FlowConfig
-    order: Callable[[int], int]
-    """Says which dataset row a group number attempts."""
+    order: Callable[[int], int | None]
+    """Says which dataset row a group number attempts; ``None`` where the rows are used up."""
+    curriculum: Curriculum | None = None
+    """Says it in its place, if there is one."""
     fingerprint: str = ""
     """Names the configuration, in every snapshot."""

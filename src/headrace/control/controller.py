@@ -60,14 +60,16 @@ class Controller:
         observers: tuple[Observer, ...] = (),
     ) -> None:
         run, flow = settings.run, settings.flow
+        self._order = settings.order
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
             parts=parts,
             run=run,
-            flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=settings.order),
+            flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row),
             board=Board(contracts, parts.clock),
             observers=Observers(observers),
             started_s=parts.clock.now(),
+            curriculum=settings.curriculum,
         )
         self._ledger = ledger
         self._writer = writer
@@ -82,6 +84,10 @@ class Controller:
             parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
         )
         self._eval_after: float | None = None
+
+    def _pick_row(self, number: int) -> int | None:
+        curriculum = self.state.curriculum
+        return self._order(number) if curriculum is None else curriculum.pick(number, self.state.flow.state.version)
 
     def live(self) -> LiveState:
         """The present moment, for a view."""
@@ -107,22 +113,38 @@ class Controller:
         if start.fingerprint not in ("", self._fingerprint):
             state.warn("settings or rows differ from those the run was begun with: it goes on with the new ones")
         state.tally.steps_done = start.step
-        state.tally.eval_before, state.tally.reward_first = start.eval_before, start.reward_first
+        state.tally.eval_before, state.tally.reward_first = start.memory.eval_before, start.memory.reward_first
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
         if start.snapshot is not None:
             self._saver.began_from(start.step)
         await self._publish_first(start.step)
         await self._probe(start.step)
-        if start.eval_before is None:
+        if start.memory.eval_before is None:
             state.tally.eval_before = await self._evaluate("evaluating before training")
         await self._train()
-        status = "finished" if state.tally.steps_done >= state.run.steps else "stopped"
+        cause = self._rows_used_up()
+        status = "finished" if cause or state.tally.steps_done >= state.run.steps else "stopped"
         if not state.stop_asked:
             self._eval_after = await self._evaluate("evaluating after training")
+        state.flow.running_turns.record_all()
         self._note("end", status)
         with state.board.asking("learner", "the last entries of the ledger", of="the disk"):
             await state.flow.flush()
-        return self.summary(status)
+        return self.summary(status, cause)
+
+    def _rows_used_up(self) -> str:
+        """What there is to say where the rows did not last for all steps; empty otherwise."""
+        state, flow = self.state, self.state.flow.state
+        if state.stop_asked or not state.flow.used_up or state.tally.steps_done >= state.run.steps:
+            return ""
+        left = len(flow.ready)
+        cause = (
+            f"data.epochs is used up after {state.tally.steps_done} of {state.run.steps} steps: {flow.num_submitted} "
+            f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {left} are left, fewer than a "
+            f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to go on"
+        )
+        state.warn(cause)
+        return cause
 
     def summary(self, status: str, cause: str = "") -> Summary:
         """What the run came to, so far."""

@@ -12,11 +12,11 @@ from headrace.types.scored import ScoredGroup
 
 
 def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[float]:
-    """One advantage per scored episode of the batch, in order."""
-    episodes = [(group.number, episode) for group in groups for episode in group.scored]
+    """One advantage per episode of the batch that counts in a baseline, in order; not all of them are trained."""
+    episodes = [(group.number, episode) for group in groups for episode in group.counted]
     scores = Outcomes(
         rewards_E=np.array([episode.reward for _, episode in episodes], np.float64),
         groups_E=np.array([number for number, _ in episodes], np.int64),
         lengths_E=np.array([episode.num_sampled for _, episode in episodes], np.int64),
     )
-    return [float(advantage) for advantage in algo.credit(scores)]
+    return [float(advantage) for advantage in algo.credit_of_episodes(scores)]

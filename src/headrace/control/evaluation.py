@@ -43,6 +43,7 @@ class Evaluator:
             sampling=self._sampling,
             run_seed=self._run_seed + 1,  # other draws than training's
             on_tokens=on_tokens,
+            timeout_s=parts.episode_timeout_s,
         )
         gate = asyncio.Semaphore(MAX_AT_ONCE)
         async with asyncio.TaskGroup() as group:

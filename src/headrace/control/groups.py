@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.flow.filters import (
+    REDUNDANT,
+    FilterContext,
+    FilterSection,
+    apply_filters,
+    reopened,
+    rewards_of,
+)
+from headrace.rollout import Withdrawal
 from headrace.types.episode import Episode, EpisodeStatus
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
@@ -20,8 +28,14 @@ class OpenGroup:
     task: Task
     size: int
     """Episodes it will have."""
+    first: int | None = None
+    """How many that have finished are enough: the others are withdrawn then. ``None``: all of them are needed."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Those that have ended (or, where a group is scored as a whole, have finished), by place."""
+    running: dict[int, Withdrawal] = field(default_factory=dict)
+    """How to withdraw those that run, by place."""
+    num_finished: int = 0
+    """Episodes that came to their end and belong to the group."""
 
     @property
     def complete(self) -> bool:
@@ -29,9 +43,39 @@ class OpenGroup:
         return len(self.episodes) == self.size
 
     @property
+    def has_enough(self) -> bool:
+        """Whether those that have finished are enough."""
+        return self.first is not None and self.num_finished >= self.first
+
+    @property
     def in_order(self) -> tuple[Episode, ...]:
         """Its episodes by place."""
         return tuple(self.episodes[place] for place in sorted(self.episodes))
+
+    def finished(self, episode: Episode) -> None:
+        """An episode has come to its end. It belongs to the group unless enough did before it; the last that belongs
+        sends the others away."""
+        if self.has_enough:
+            episode.status, episode.cause = EpisodeStatus.LEFT_OUT, REDUNDANT
+            return
+        self.num_finished += 1
+        if self.has_enough:
+            for withdrawal in self.running.values():
+                withdrawal.withdraw(REDUNDANT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What becomes of a group whose episodes have all ended."""
+
+    group: ScoredGroup
+    """As the filters have left it."""
+    reason: str = ""
+    """Why it cannot be trained; empty where it can."""
+    dropped_by: FilterSection | None = None
+    """The filter that dropped it; ``None`` where none did."""
+    changed: tuple[Episode, ...] = ()
+    """The episodes that have another status than the one they ended with."""
 
 
 def close_group(
@@ -39,10 +83,19 @@ def close_group(
     episodes: Sequence[Episode],
     *,
     min_episodes: int,
-) -> ScoredGroup | str:
-    """A group whose episodes have all ended; or the reason why it cannot be trained."""
-    group = ScoredGroup(number=number, episodes=tuple(episodes))
-    return group if len(group.scored) >= min_episodes else commonest_cause(episodes)
+    filters: Sequence[FilterSection],
+    context: FilterContext,
+) -> Closed:
+    """Look at a group whose episodes have all ended, and ask the filters."""
+    whole = ScoredGroup(number=number, episodes=reopened(episodes))
+    if len(whole.scored) < min_episodes:
+        return Closed(group=whole, reason=commonest_cause(episodes))
+    left = apply_filters(whole, filters, min_episodes=min_episodes, context=context)
+    if left.dropped:
+        return Closed(group=whole, reason=left.dropped, dropped_by=left.by)
+    both = zip(episodes, left.group.episodes, strict=True)
+    changed = tuple(now for then, now in both if (then.status, then.cause) != (now.status, now.cause))
+    return Closed(group=left.group, changed=changed)
 
 
 def commonest_cause(episodes: Sequence[Episode]) -> str:
@@ -51,7 +104,8 @@ def commonest_cause(episodes: Sequence[Episode]) -> str:
     return causes.most_common(1)[0][0] if causes else "too_few_episodes"
 
 
-def has_signal(group: ScoredGroup) -> bool:
-    """Whether its rewards differ: otherwise there is nothing to prefer."""
-    rewards = [episode.reward for episode in group.scored if episode.reward is not None]
-    return statistics.pvariance(rewards) > 0 if rewards else False
+def have_signal(groups: Sequence[ScoredGroup]) -> bool:
+    """Whether rewards differ within a group, or between groups of one: otherwise there is nothing to prefer."""
+    rewards = [set(rewards_of(group.counted)) for group in groups]
+    alone = [one for one, group in zip(rewards, groups, strict=True) if len(group.counted) == 1]
+    return any(len(one) > 1 for one in (*rewards, set().union(*alone)))

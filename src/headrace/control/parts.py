@@ -33,6 +33,8 @@ class Serving:
     """Prompt and completion together may be this long."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    episode_timeout_s: float | None = None
+    """How long an attempt may take; ``None``: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class Parts(Serving):
     tasks: Sequence[Task]
     """The rows to train on, by row index."""
     advantages: Callable[[Sequence[ScoredGroup]], Sequence[float]]
-    """The groups of a batch to one advantage per scored episode, in order."""
+    """The groups of a batch to one advantage per episode that counts in a baseline, in order."""
     run_dir: Path
     """Where checkpoints go."""
     interrupt: Interrupt = Interrupt.INFLIGHT

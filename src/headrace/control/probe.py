@@ -38,6 +38,7 @@ async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed
         sampling=msgspec.structs.replace(parts.sampling, max_new_tokens=length),
         run_seed=run_seed + 2,  # other draws than training's and evaluation's
         on_tokens=lambda _: board.progress(),
+        timeout_s=parts.episode_timeout_s,
     )
     fitting = [task for task in parts.tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
     episodes = [await runner.run(EpisodeKey(index, 0), task) for index, task in enumerate(fitting)]

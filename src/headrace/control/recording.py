@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+import numpy as np
+
 from headrace.control.state import WINDOW_S, RunState
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
@@ -31,6 +33,7 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
     report = done.report
     episodes = [episode for group in done.groups for episode in group.scored]
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    sampled, state.tally.fresh_rewards = state.tally.fresh_rewards, []
     eval_version, state.tally.fresh_eval = state.tally.fresh_eval, None
     return StepRecord(
         step=report.step,
@@ -38,12 +41,13 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         clock_s=state.parts.clock.now(),
         wall_s=state.wall_s,
         reward_mean=statistics.fmean(rewards) if rewards else None,
+        reward_sampled=statistics.fmean(sampled) if sampled else None,
         reward_std=statistics.pstdev(rewards) if rewards else None,
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
         eval_accuracy=None if eval_version is None else state.tally.evals[eval_version],
         eval_version=eval_version,
-        metrics=dict(report.metrics),
+        metrics={**report.metrics, **_spread(done.ages), **_tuned(state)},
         trained_tokens=report.trained_tokens,
         generated_tokens=tokens_generated(state),
         seconds=report.seconds,
@@ -54,8 +58,27 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         queue=queue_counts(state),
         length_mean=statistics.fmean(episode.num_sampled for episode in episodes) if episodes else None,
         dropped_groups=dict(state.flow.state.dropped),
+        set_aside_episodes=dict(state.tally.set_aside),
         dropped_tokens=dict(state.tally.dropped_tokens),
     )
+
+
+def _spread(ages: dict[int, int]) -> dict[str, float]:
+    """How far apart the versions of the batch's tokens are: newest − oldest, and their standard deviation."""
+    if not ages:
+        return {}
+    values, weights = np.array(list(ages), np.float64), np.array(list(ages.values()), np.float64)
+    deviation = float(np.sqrt(np.average((values - np.average(values, weights=weights)) ** 2, weights=weights)))
+    return {"version_spread": float(values.max() - values.min()), "version_std": deviation}
+
+
+def _tuned(state: RunState) -> dict[str, float]:
+    """The limits that the run finds by itself, as they are now."""
+    config, limits = state.flow_config, state.flow.state.limits
+    tuned: dict[str, float] = {"max_age": limits.max_age} if config.max_age == "auto" else {}
+    if config.capacity == "auto" and limits.capacity is not None:
+        tuned["capacity"] = limits.capacity
+    return tuned
 
 
 def tokens_generated(state: RunState) -> int:

@@ -7,15 +7,17 @@ weights; groups that were running keep the episodes that had ended, and the rest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace import checkpoint
+from headrace.control.memory import ControllerMemory
 from headrace.control.saving import CHECKPOINTS
 from headrace.control.state import RunState
+from headrace.env.curriculum import CurriculumState
 from headrace.errors import CheckpointError, ConfigError
 from headrace.flow.ledger import Ledger
-from headrace.flow.state import FlowState
+from headrace.flow.policies.deadlines import age_needed
 from headrace.types.group import GroupState
 
 
@@ -29,10 +31,8 @@ class StartingPoint:
     """Where the weights are; ``None``: the model directory of the run file."""
     fingerprint: str = ""
     """Of the settings and rows that the snapshot was made with."""
-    eval_before: float | None = None
-    """The held-out mean reward that the first life of the run began from."""
-    reward_first: float | None = None
-    """The mean reward of the run's first batch."""
+    memory: ControllerMemory = field(default_factory=ControllerMemory)
+    """What the controller remembered."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
@@ -45,8 +45,7 @@ def starting_point(run_dir: Path) -> StartingPoint:
         step=state.step,
         snapshot=snapshot,
         fingerprint=state.config_fingerprint,
-        eval_before=state.controller.get("eval_before"),
-        reward_first=state.controller.get("reward_first"),
+        memory=ControllerMemory.from_json(state.controller),
     )
 
 
@@ -59,11 +58,17 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             f"it (flow.groups_per_step={state.flow_config.groups_per_step})",
             remedy="restore ledger and checkpoints from the same moment, or start a new run directory",
         )
+    config = state.flow_config
     state.flow.restore(start.step, recalled)
-    needed = _oldest_age(state.flow.state, state.flow_config.groups_per_step)
-    if needed > state.flow_config.max_age:
+    if state.curriculum is not None:
+        known = start.memory.curriculum or CurriculumState()
+        state.curriculum.restore(known, ledger.attempts(known.first_unknown))
+    if config.max_age == "auto":
+        state.flow.resume_max_age(start.memory.max_age)
+    needed = age_needed(state.flow.state, only_planned=config.policy.drops_stale)
+    if needed > config.greatest_age and not config.policy.masks_stale:
         raise ConfigError(
-            f"flow.max_age={state.flow_config.max_age} is too little to go on with the run: it holds groups that would "
+            f"flow.max_age={config.greatest_age} is too little to go on with the run: it holds groups that would "
             f"be trained at an age of {needed} versions",
             remedy=f"set flow.max_age >= {needed}, or start a new run directory",
         )
@@ -73,15 +78,3 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
             f"resumed at step {start.step}: {ready} groups are ready, {len(recalled.groups) - ready} more go on"
         )
     return recalled.checksums
-
-
-def _oldest_age(flow: FlowState, groups_per_step: int) -> int:
-    """The age at which the oldest kept token will be trained: those of replayed steps then, the others right after,
-    the oldest first."""
-    kept = [(entry.step, entry.oldest_version) for entry in flow.groups.values()]
-    planned = [(step, oldest) for step, oldest in kept if step is not None and oldest is not None]
-    rest = sorted(oldest for step, oldest in kept if step is None and oldest is not None)
-    first = max((step + 1 for step, _ in planned), default=flow.next_step)
-    ages = [step - oldest for step, oldest in planned]
-    ages += [first + index // groups_per_step - oldest for index, oldest in enumerate(rest)]
-    return max(ages, default=0)

@@ -10,6 +10,7 @@ from headrace import checkpoint
 from headrace.checkpoint import SnapshotState
 from headrace.clock import off_loop
 from headrace.control.board import LEARNER_MAY_TAKE_S
+from headrace.control.memory import ControllerMemory
 from headrace.control.state import RunState
 
 CHECKPOINTS = "checkpoints"
@@ -59,6 +60,7 @@ class Saver:
             ):
                 await saving.written
             state.tally.learner_busy_s += state.parts.clock.now() - start_s
+            memory = self._memory()  # the ledger below knows of all that it holds
             with state.board.asking("learner", "a ledger that is safe on disk", of="the disk"):
                 await state.flow.flush(durable=True)  # it must know of every step that the snapshot contains
         except BaseException:
@@ -68,12 +70,21 @@ class Saver:
             step=saving.step,
             version=saving.step,
             config_fingerprint=self._fingerprint,
-            controller={"eval_before": state.tally.eval_before, "reward_first": state.tally.reward_first},
+            controller=memory.as_json(),
         )
         final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
         self._saved.add(saving.step)
         await off_loop(checkpoint.retain, self.directory, state.run.keep_checkpoints)
         state.event(f"checkpoint {final.name}")
+
+    def _memory(self) -> ControllerMemory:
+        state = self._state
+        return ControllerMemory(
+            eval_before=state.tally.eval_before,
+            reward_first=state.tally.reward_first,
+            max_age=state.flow.state.limits.max_age,
+            curriculum=None if state.curriculum is None else state.curriculum.state(),
+        )
 
     async def save_if_new(self, step: int) -> None:
         """A snapshot of ``step``, unless this life of the run has written it or began from it."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.control.board import Board
 from headrace.control.config import RunSection
 from headrace.control.observer import Observers
 from headrace.control.parts import Parts
+from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
 from headrace.types.messages.controller import EngineStats
 from headrace.types.observation import Event
@@ -52,6 +54,10 @@ class Tally:
     """Sequences that began again because of a weight update."""
     rewards: list[float | None] = field(default_factory=list)
     """Mean reward of every step."""
+    set_aside: Counter[str] = field(default_factory=Counter)
+    """Episodes that were left out of groups or masked, by reason."""
+    fresh_rewards: list[float] = field(default_factory=list)
+    """Rewards given since the last step, those of dropped groups included."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of trained groups that could carry no loss."""
     versions: list[int] = field(default_factory=list)
@@ -87,6 +93,8 @@ class RunState:
     flow: Flow
     board: Board
     observers: Observers
+    curriculum: Curriculum | None = None
+    """Picks the rows, and wants to hear how they did; ``None`` without one."""
     tally: Tally = field(default_factory=Tally)
     phase: str = "starting"
     started_s: float = 0.0
@@ -113,6 +121,13 @@ class RunState:
     def wall_s(self) -> float:
         """Seconds since this life began."""
         return self.parts.clock.now() - self.started_s
+
+    def observe(self, number: int, row: int, rewards: Sequence[float]) -> None:
+        """Tell the curriculum, if there is one, what an admitted group earned; nothing where it was dropped."""
+        if self.curriculum is not None:
+            version = self.flow.state.groups[number].oldest_version
+            assert version is not None
+            self.curriculum.observe(number, row, version, rewards)
 
     def event(self, text: str) -> None:
         """Tell the observers."""

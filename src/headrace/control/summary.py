@@ -36,7 +36,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     """``finished``, ``stopped`` (Ctrl-C) or ``failed``."""
     cause: str = ""
-    """Why it failed."""
+    """Why it failed, or finished before its last step; empty otherwise."""
     eval_before: float | None
     """Mean reward on the held-out rows before the run's first step; ``None`` without such rows."""
     eval_after: float | None
@@ -69,6 +69,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """KL(μ‖π), estimator k3, between engine and learner at equal weights, measured at the start of this life."""
     mismatch_abs: float | None
     """Mean |log μ − log π| of the same tokens."""
+    versions_agree: int | None = None
+    """Of a replay: the versions whose weights are bit for bit those of the recorded run, which are all that it
+    committed; ``None`` for any other run."""
     ledger: LedgerSummary
     versions: list[int]
     """The versions committed in this life: first and last."""

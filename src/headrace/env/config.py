@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.config import Section
+from headrace.env.curriculum import CurriculumConfig
 
 
 class DataConfig(Section):
@@ -21,6 +22,11 @@ class DataConfig(Section):
     """The column with the prompt: text, or a list of chat messages."""
     shuffle: bool = True
     """Visit the rows in a new random order in every epoch."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the rows, in groups attempted: when they are used up, the run ends with what it has learned. Unset:
+    the rows are visited again as often as the steps need, dropped groups included."""
+    curriculum: CurriculumConfig | None = None
+    """Attempt rows by how often they are solved, instead of each once per epoch; unset: no curriculum."""
 
 
 class EnvConfig(Section):
@@ -28,6 +34,9 @@ class EnvConfig(Section):
 
     kind: Literal["single_turn"] = "single_turn"
     """The model reads the prompt and answers once."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """An attempt that has not ended this long after it began, its waits for the engine included, costs its own episode
+    (``env_timeout``)."""
     reward: str = ""
     """``file.py:function``: ``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
     ``reward(prompts, completions, **columns) -> list``. Empty where a function is handed over in Python."""

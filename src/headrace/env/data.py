@@ -115,22 +115,26 @@ def _read_parquet(path: Path) -> list[Row]:
 class Order:
     """Which row a group attempts: every row once per epoch, in a new random order each time.
 
-    A pure function of seed and group number, so there is no position to lose.
+    A pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it says
+    ``None``: there is no row for that group.
 
-    >>> order = Order(num_rows=3, seed=0, shuffle=False)
-    >>> [order(number) for number in range(5)]
-    [0, 1, 2, 0, 1]
+    >>> order = Order(num_rows=3, seed=0, shuffle=False, epochs=2)
+    >>> [order(number) for number in range(7)]
+    [0, 1, 2, 0, 1, 2, None]
     """
 
-    def __init__(self, *, num_rows: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, *, num_rows: int, seed: int, shuffle: bool, epochs: int | None = None) -> None:
         self._num_rows = num_rows
+        self._epochs = epochs
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = -1
         self._rows = np.arange(num_rows)
 
-    def __call__(self, number: int) -> int:
+    def __call__(self, number: int) -> int | None:
         epoch, place = divmod(number, self._num_rows)
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
         if self._shuffle and epoch != self._epoch:
             self._rows = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
             self._epoch = epoch

@@ -1,6 +1,6 @@
 """The heart: pacing, staleness, buffer and ledger."""
 
 from headrace.flow.config import FlowConfig
-from headrace.flow.flow import Admission, Flow
+from headrace.flow.flow import Admission, Flow, TakenBatch
 
-__all__ = ["Admission", "Flow", "FlowConfig"]
+__all__ = ["Admission", "Flow", "FlowConfig", "TakenBatch"]

@@ -5,17 +5,25 @@ Methods that decide are plain functions: they act at once or say "not yet". Whoe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from headrace.clock import Clock
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, Recalled
-from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, RecalledGroup, Submit
-from headrace.flow.policies import make_policy
+from headrace.flow.ledger.base import (
+    CommitVersion,
+    DropEpisodes,
+    EndEpisode,
+    EndStep,
+    Move,
+    RecalledGroup,
+    Submit,
+)
+from headrace.flow.ledger.streams import RunningTurns
 from headrace.flow.signal import Signal
 from headrace.flow.state import FlowState, GroupEntry
-from headrace.types.episode import Episode
+from headrace.types.episode import Episode, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.scored import ScoredGroup
@@ -30,10 +38,24 @@ class Admission:
     """The dataset row it attempts."""
     ended: tuple[Episode, ...] = ()
     """Episodes that had ended before a crash: they are not asked again."""
+    begun: tuple[TurnPart, ...] = ()
+    """What the ledger holds of the turns of the others: they go on from there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenBatch:
+    """What the next step trains."""
+
+    step: int
+    groups: list[ScoredGroup]
+    """In the order they are laid out."""
+    oldest_version: int | None
+    """Tokens of older versions carry no loss; ``None``: every token carries it."""
 
 
 class Flow:
-    """Where every group is. ``pick_row`` says which dataset row a group number attempts."""
+    """Where every group is. ``pick_row`` says which dataset row a group attempts, asked once for each number in order;
+    ``None``: the rows are used up."""
 
     def __init__(
         self,
@@ -42,16 +64,18 @@ class Flow:
         writer: LedgerWriter,
         clock: Clock,
         last_step: int,
-        pick_row: Callable[[int], int],
+        pick_row: Callable[[int], int | None],
     ) -> None:
         self.config = config
-        self.state = FlowState()
+        self.state = FlowState(limits=config.limits())
         self.changed = Signal()
-        self._policy = make_policy(config)
+        self._policy = config.policy
         self._writer = writer
         self._clock = clock
+        self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
         self._last_step = last_step
         self._pick_row = pick_row
+        self._out_of_rows = False
         self._buffer: dict[int, ScoredGroup] = {}
         self._recalled: dict[int, RecalledGroup] = {}
         self._unreleased: dict[int, tuple[int, ...]] = {}
@@ -62,21 +86,35 @@ class Flow:
         """The groups that may start now; those that a crash interrupted come first."""
         needed = self._last_step * self.config.groups_per_step
         room = needed - self.state.counts[GroupState.RELEASED] - self.state.num_held
-        count = min(self._policy.admit(self.state), room)
-        waiting = self.state.waiting()[: max(0, count)]
-        fresh = [self.state.submit() for _ in range(count - len(waiting))]
-        rows = tuple(self._pick_row(number) for number in fresh)
-        if fresh:
-            self._writer.write(Submit(numbers=tuple(fresh), rows=rows, at_s=self._clock.wall()))
-        numbers = waiting + fresh
-        self._move(numbers, GroupState.ADMITTED, oldest_version=self.state.version)
-        return [self._admission(number) for number in numbers]
+        count = self._policy.admit(self.state)
+        if not self._policy.recorded:
+            count = min(count, room)
+        waiting = self.state.counts[GroupState.SUBMITTED]
+        rows = self._pick_rows(count - waiting)
+        numbers = self.state.call_up(max(0, min(count, waiting + len(rows))))
+        if rows:
+            self._writer.write(Submit(numbers=tuple(rows), rows=tuple(rows.values()), at_s=self._clock.wall()))
+        self._move(numbers, GroupState.ADMITTED, versions=(self.state.version, self.state.version))
+        return [self._admission(number, rows.get(number)) for number in numbers]
 
-    def _admission(self, number: int) -> Admission:
-        recalled = self._recalled.pop(number, None)
-        if recalled is None or not recalled.episodes:
-            return Admission(number=number, row=self._pick_row(number))
-        return Admission(number=number, row=recalled.row, ended=recalled.episodes)
+    def _pick_rows(self, count: int) -> dict[int, int]:
+        """The rows of up to ``count`` groups that do not exist yet, by number: fewer where the rows are used up."""
+        rows: dict[int, int] = {}
+        while len(rows) < count and not self._out_of_rows:
+            number = self.state.num_submitted + len(rows)
+            row = self._pick_row(number)
+            if row is None:
+                self._out_of_rows = True
+                self.changed.ring()  # who waits for a batch may wait in vain
+            else:
+                rows[number] = row
+        return rows
+
+    def _admission(self, number: int, fresh_row: int | None) -> Admission:
+        if fresh_row is not None:
+            return Admission(number=number, row=fresh_row)
+        recalled = self._recalled.pop(number)
+        return Admission(number=number, row=recalled.row, ended=recalled.episodes, begun=recalled.begun)
 
     def start(self, number: int) -> None:
         """Its first episode runs."""
@@ -84,16 +122,25 @@ class Flow:
 
     def end_episode(self, episode: Episode) -> None:
         """One of its episodes has ended."""
+        self.running_turns.ended(episode.key)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
+
+    def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
+        """Episodes of a group that goes on have another status than the one they ended with."""
+        at_s = self._clock.wall()
+        self._writer.write(
+            DropEpisodes(number=number, places=tuple(places), status=status, reason=reason, at_s=at_s)
+        )  # fmt: skip
 
     def scored(self, group: ScoredGroup) -> None:
         """Every episode has ended and there is a baseline: the group may be trained."""
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
-        oldest = group.oldest_version()
-        entry.oldest_version = entry.oldest_version if oldest is None else oldest
+        assert entry.oldest_version is not None
+        versions = group.versions() or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
-        self._move([group.number], GroupState.READY, oldest_version=entry.oldest_version)
+        self._move([group.number], GroupState.READY, versions=versions)
+        self._let_go(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
         """The group leaves untrained; its slot is free."""
@@ -102,16 +149,25 @@ class Flow:
 
     # --- the learner's side
 
-    def take(self) -> list[ScoredGroup] | None:
-        """The groups of the next batch, in order; ``None``: not yet."""
+    def take(self) -> TakenBatch | None:
+        """The next batch; ``None``: not yet. What has become too old leaves first, where the policy says so."""
         if self.state.next_step >= self._last_step:
             return None
         selection = self._policy.select(self.state)
-        if selection is None:
+        while selection.leave:
+            self._let_go(selection.leave)
+            selection = self._policy.select(self.state)
+        if not selection.take:
             return None
-        self._move(selection.take, GroupState.TAKEN, step=self.state.next_step)
+        step = self.state.next_step
+        self._move(selection.take, GroupState.TAKEN, step=step)
         self.state.next_step += 1
-        return [self._buffer.pop(number) for number in selection.take]
+        groups = [self._buffer.pop(number) for number in selection.take]
+        return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
+
+    def _let_go(self, leave: Mapping[int, str]) -> None:
+        for number, reason in leave.items():
+            self.drop(number, reason)
 
     def trained(self, groups: Sequence[ScoredGroup], report: StepReport, ages: dict[int, int]) -> None:
         """The optimizer has stepped on them."""
@@ -144,10 +200,40 @@ class Flow:
 
     # --- both
 
+    def set_max_age(self, max_age: int) -> None:
+        """The bound from now on; what was admitted under a higher one keeps it."""
+        self.state.set_max_age(max_age)
+        self.changed.ring()
+
+    def resume_max_age(self, max_age: int | None) -> None:
+        """Go on with the tuned bound of an earlier life (``None``: with the first), while what that life left may
+        become as old as any bound allows."""
+        kept = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
+        limit = self.config.greatest_age
+        if max_age is not None:
+            self.state.set_max_age(min(max_age, limit))
+        self.state.promise(max(kept, default=-1) + 1, limit)
+
+    def set_capacity(self, capacity: int) -> None:
+        """How many groups may be generated or scored at once from now on."""
+        self.state.limits = replace(self.state.limits, capacity=capacity)
+        self.changed.ring()
+
     @property
     def finished(self) -> bool:
         """Whether the last step has taken its batch."""
         return self.state.next_step >= self._last_step
+
+    @property
+    def starts_groups(self) -> bool:
+        """Whether a group may still be admitted."""
+        return not self.finished or self._policy.recorded
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the rows are used up and nothing is left that could fill a batch."""
+        waiting = self.state.counts[GroupState.SUBMITTED]
+        return self._out_of_rows and not waiting and self.state.num_held == self.state.counts[GroupState.READY]
 
     async def flush(self, *, durable: bool = False) -> None:
         """Wait until everything that happened is recorded; if ``durable``, so that it outlasts a loss of power."""
@@ -163,13 +249,16 @@ class Flow:
             self.state.counts[GroupState.DROPPED] += count
         for group in recalled.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
+            newest = None
             if group.state is GroupState.READY:
+                _, newest = episodes.versions() or (None, None)
                 oldest: int | None = group.oldest_version
                 self._buffer[group.number] = episodes
             else:
-                oldest = episodes.oldest_version()  # what is kept goes on ageing
+                oldest = group.kept_version()  # what is kept goes on ageing
                 self._recalled[group.number] = group
-            self.state.restore(group.number, GroupEntry(state=group.state, oldest_version=oldest, step=group.step))
+            entry = GroupEntry(state=group.state, oldest_version=oldest, newest_version=newest, step=group.step)
+            self.state.restore(group.number, entry)
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {recalled.dropped}"
 
     def _move(
@@ -177,20 +266,20 @@ class Flow:
         numbers: Sequence[int],
         state: GroupState,
         *,
-        oldest_version: int | None = None,
+        versions: tuple[int, int] | None = None,
         step: int | None = None,
         reason: str = "",
     ) -> None:
         if not numbers:
             return
         for number in numbers:
-            self.state.move(number, state, reason=reason)
+            self.state.move(number, state, reason=reason, versions=versions)
         self._writer.write(
             Move(
                 numbers=tuple(numbers),
                 state=state,
                 at_s=self._clock.wall(),
-                oldest_version=oldest_version,
+                oldest_version=None if versions is None else versions[0],
                 step=step,
                 reason=reason,
             )

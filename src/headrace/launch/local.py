@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
+import platform
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -34,10 +36,12 @@ from headrace.launch.child import LAST_WORDS_S, Child, Site
 from headrace.launch.clients import EngineClient, LearnerClient, ScorerPool, Terms
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import threads
+from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
-from headrace.launch.order import Component, Order, World
+from headrace.launch.order import Component, Facts, Order, World
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart
 from headrace.models.load import read_config
+from headrace.sync.config import Route
 from headrace.types.messages import engine, learner, scorer
 from headrace.types.observation import Event
 
@@ -59,10 +63,13 @@ class _Processes:
         num_threads = threads(order.launch.engine_threads, num_cores())
         start = EngineStart(
             model=order.model.model_dump(mode="json"),
-            engine=order.engine.model_dump(mode="json"),
+            engine=order.engine.on(order.devices.engine, shared=order.devices.shared).model_dump(mode="json"),
             max_context=order.max_context,
             num_threads=num_threads,
+            route=self._route(),
             serve_own_weights=str(self.weights) if own_weights else "",
+            interleaving="" if own_weights else str(order.run_dir / interleaving_file("engine")),
+            repeats=order.repeats,
         )
         child = await self._start("engine", start, num_threads, self._engine_client)
         assert isinstance(child.peer, EngineClient)
@@ -74,23 +81,28 @@ class _Processes:
         num_threads = max(1, threads(order.launch.learner_threads, num_cores()) // world)
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
-            learner=order.learner.model_dump(mode="json"),
+            learner=self._learner_on(0),
             algo=order.algo.model_dump(mode="json"),
             temperature=order.sampling.temperature,
             total_steps=order.total_steps,
             tokenizer_dir=order.tokenizer_dir,
             snapshot="" if order.snapshot is None else str(order.snapshot),
-            weights_path=str(self.weights),
+            route=self._route(),
             num_threads=num_threads,
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )
         child = await self._start("learner", start, num_threads, self._learner_client)
         for rank in range(1, world):
-            name, other = f"{child.role}-{rank}", msgspec.structs.replace(start, rank=rank)
+            name = f"{child.role}-{rank}"
+            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank))
             await self._start(name, other, num_threads, partial(self._peer, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
+
+    def _learner_on(self, rank: int) -> dict[str, Any]:
+        settled = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
+        return settled.model_dump(mode="json")
 
     async def start_scorer(self) -> Child:
         env = self.order.env
@@ -100,13 +112,32 @@ class _Processes:
         self.children = [child for child in self.children if not child.closed]  # those that were replaced
         return await self._start(name, start, 1, partial(self._peer, name))
 
+    def _route(self) -> Route:
+        sync, run_dir = self.order.sync, self.order.run_dir
+        where = hashlib.blake2b(f"{platform.node()}:{run_dir}".encode(), digest_size=4).hexdigest()
+        own = f"{sync.directory.rstrip('/')}/{run_dir.name}-{where}"  # others may have directories of that name
+        folder = own if sync.directory else str(run_dir / "weights")
+        places = {"shm": str(self.weights), "files": folder, "collective": str(self.site.directory)}
+        return Route(
+            transport=sync.transport,
+            codec=sync.codec,
+            address=places.get(sync.transport, ""),
+            host=sync.host,
+            deadline_s=sync.deadline_s / 2,
+        )
+
     def components(self) -> list[Component]:
         """Every process, the controller's own first."""
         parts = [Component(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
-            version = _version(child.peer)
-            parts.append(Component(role=child.role, pid=child.pid, state=child.state, version=version))
+            version, device = _version(child.peer), _device(child.peer)
+            parts.append(Component(role=child.role, pid=child.pid, state=child.state, version=version, device=device))
         return parts
+
+    def facts(self) -> Facts:
+        """Of engine and learner, which are ready."""
+        parts = [child for child in self.children if child.role in ("engine", "learner")]
+        return {child.role: child.peer.ready.result().facts for child in parts}
 
     async def end(self) -> None:
         farewells = {"engine": engine.Shutdown(), "learner": learner.Shutdown(), "scorer": scorer.Shutdown()}
@@ -156,6 +187,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
         engine_client = await processes.start_engine(own_weights=False)
         learner_client = await processes.start_learner()
         async with _watched(processes, pool):
+            learner_client.receivers = engine_client.weights_addresses
             parts = Parts(
                 **_serving(order, engine_client, pool),
                 learner=learner_client,
@@ -164,7 +196,12 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 run_dir=order.run_dir,
                 interrupt=order.sync.interrupt,
             )
-            yield World(parts=parts, components=processes.components, send_warnings_to=pool.send_warnings_to)
+            yield World(
+                parts=parts,
+                components=processes.components,
+                send_warnings_to=pool.send_warnings_to,
+                facts=processes.facts,
+            )
 
 
 @asynccontextmanager
@@ -232,6 +269,7 @@ def _serving(order: Order, engine_client: EngineClient, pool: ScorerPool) -> dic
         "sampling": order.sampling,
         "max_context": order.max_context,
         "decode": order.decode,
+        "episode_timeout_s": order.env.timeout_s,
     }
 
 
@@ -242,6 +280,12 @@ def _version(peer: Peer) -> int | None:
         case LearnerClient():
             return peer.version
     return None
+
+
+def _device(peer: Peer) -> str:
+    ready = peer.ready
+    told = ready.done() and not ready.cancelled() and ready.exception() is None
+    return str(ready.result().facts.get("device", "")) if told else ""
 
 
 async def _watch(part: Sequence[Child]) -> None:

@@ -13,13 +13,18 @@ from headrace.control import Parts
 from headrace.engine import EngineConfig
 from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
+from headrace.launch.starts import Repeated
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
+from headrace.models.devices import Devices
 from headrace.sync import SyncConfig
 from headrace.types.observation import Event
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.trace import Span
+
+Facts = dict[str, dict[str, str | int | float]]
+"""What each part says of itself, by role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,8 @@ class Order:
     env: EnvConfig
     sync: SyncConfig
     launch: LaunchConfig
+    devices: Devices
+    """Where engine and learner compute."""
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     sampling: Sampling
@@ -54,6 +61,8 @@ class Order:
     """Told what the parts were busy with."""
     on_event: Callable[[Event], None]
     """Told what is worth a line."""
+    repeats: Repeated | None = None
+    """The recorded engine that a replay repeats; ``None``: this is none."""
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +74,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """``starting``, ``ready`` or ``ended``."""
     version: int | None
     """The version it holds; ``None`` for a part without weights."""
+    device: str = ""
+    """Where it computes; empty for a part that computes nothing, or is not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,3 +86,5 @@ class World:
     components: Callable[[], list[Component]]
     send_warnings_to: Callable[[Callable[[str], None]], None]
     """From now on the parts' warnings go there; before, they are events of the order without a time."""
+    facts: Callable[[], Facts]
+    """What the engine and the learner say of themselves; they are ready."""

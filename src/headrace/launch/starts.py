@@ -8,6 +8,22 @@ from typing import Any
 import msgspec
 
 from headrace.environ import RankPlace, rank_environment
+from headrace.sync.config import Route
+
+
+class Repeated(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine of a replay is told of the recorded one."""
+
+    interleaving: str
+    """Its record."""
+    deadline_s: float
+    """Longest wait for a message that is due."""
+    seed: int
+    """The run's."""
+    num_groups: int
+    """Of the recorded run: with the seed and the size of a group they give the names of its requests."""
+    group_size: int
+    """Episodes of each."""
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -18,9 +34,15 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_context: int
     """Prompt and completion together may be this long, in tokens."""
     num_threads: int
+    route: Route = Route()
+    """How a learner's weights arrive."""
     serve_own_weights: str = ""
     """A shared-memory file through which to take the weights of its own directory as version 0; empty: wait for a
     learner's."""
+    interleaving: str = ""
+    """Where to record what it is told between which steps; empty: nowhere."""
+    repeats: Repeated | None = None
+    """The recorded engine that it repeats; ``None``: it takes messages as they come."""
 
 
 class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,8 +58,8 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokenizer_dir: str
     snapshot: str
     """Directory to restore from; empty for a new run."""
-    weights_path: str
-    """The shared-memory file to publish through."""
+    route: Route
+    """How its weights leave."""
     num_threads: int
     rank: int = 0
     """Which rank; the first hears orders, answers and publishes."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import visible
 from headrace.observe.rundata import RunData
 from headrace.observe.verdict import Verdict
-from headrace.observe.words import duration, number, visible
+from headrace.observe.words import duration, number
 
 _LONGEST = 4000
 _SHOWN_ABOVE = ("ledger", "age_histogram", "warnings", "verdict")

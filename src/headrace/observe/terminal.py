@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.control.observer import Observer
+from headrace.errors import visible
 from headrace.observe.verdict import judge
-from headrace.observe.words import ages_in_words, bar, duration, number, sparkline, visible
+from headrace.observe.words import ages_in_words, bar, duration, number, sparkline
 from headrace.types.observation import Event, LiveState, StepRecord, Wait
 from headrace.types.trace import Span
 

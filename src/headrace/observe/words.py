@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-def visible(text: str, limit: int = 10_000) -> str:
-    """``text`` on one line, with every control, direction and format character spelled out, cut at ``limit``.
-
-    >>> visible("a\\x1b[31mb\\nc")
-    'a\\\\x1b[31mb\\\\nc'
-    """
-    cut = text[:limit]
-    shown = "".join(_spell(character) for character in cut)
-    return shown + "…" if len(text) > limit else shown
-
-
-def _spell(character: str) -> str:
-    if character == " " or unicodedata.category(character)[0] not in "CZ":
-        return character
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -17,9 +17,11 @@ from headrace.engine import EngineConfig
 from headrace.env import DataConfig, EnvConfig
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
+from headrace.flow.filters import Length
 from headrace.launch import LaunchConfig
 from headrace.learner import LearnerConfig
-from headrace.learner.config import COLUMNS
+from headrace.learner.companions.critic_config import CriticConfig
+from headrace.learner.companions.fit import refuse_misfit
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.sync import SyncConfig
@@ -56,7 +58,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _stale_tokens_are_corrected(self) -> Self:
-        if self.flow.max_age > 0 and not self.algo.corrected and not self.algo.allow_uncorrected:
+        if self.flow.greatest_age > 0 and not self.algo.corrected and not self.algo.allow_uncorrected:
             raise ConfigError(
                 f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
                 remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
@@ -65,15 +67,29 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _learner_has_the_columns(self) -> Self:
-        parts = (self.algo.loss, *self.algo.correction)
-        missing = sorted({column for part in parts for column in part.columns()} - COLUMNS)
-        if missing:
+    def _adapters_are_there(self) -> Self:
+        if self.sync.codec == "adapter" and self.model.lora is None:
             raise ConfigError(
-                f"algo.loss={self.algo.loss.kind!r} with its corrections reads {', '.join(missing)}, which the learner "
-                "does not compute",
-                remedy="choose another algo.loss or algo.correction; for log_ref set algo.loss.kl_coef = 0",
+                "sync.codec='adapter' sends adapters alone, and model.lora is not set",
+                remedy="set model.lora, or sync.codec = 'full'",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _filters_act(self) -> Self:
+        for place, each in enumerate(self.flow.filters):
+            longest = each.max_tokens if isinstance(each, Length) else None
+            if longest is not None and longest >= self.engine.max_new_tokens and self.env.kind == "single_turn":
+                raise ConfigError(
+                    f"flow.filters[{place}] 'length': max_tokens={longest}, and no answer has more than "
+                    f"engine.max_new_tokens={self.engine.max_new_tokens}",
+                    remedy=f"set max_tokens < {self.engine.max_new_tokens}, or leave it out: what was cut off is meant",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _learner_has_the_columns(self) -> Self:
+        refuse_misfit(self.algo, self.learner)
         return self
 
     @model_validator(mode="after")
@@ -85,6 +101,8 @@ class RunConfig(Section):
                 f"algo.advantage={advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
                 remedy="choose another algo.advantage",
             )
+        if advantage.by_critic or advantage.by_teacher:
+            return self
         ones = np.ones(2, np.int64)
         try:
             credit = self.algo.credit(Outcomes(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
@@ -97,6 +115,43 @@ class RunConfig(Section):
             raise ConfigError(
                 f"algo.advantage={advantage.kind!r} credits single tokens, and a run credits whole episodes",
                 remedy="choose another algo.advantage",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_have_a_baseline(self) -> Self:
+        least = "group_size" if self.flow.group_size == 1 else "min_episodes"
+        if self.algo.advantage.compares_siblings and self.flow.min_episodes == 1:
+            raise ConfigError(
+                f"flow.{least}=1 with algo.advantage={self.algo.advantage.kind!r}, which compares the episodes of a "
+                "group: one by itself earns no credit",
+                remedy=f"set flow.{least} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_is_asked_for(self) -> Self:
+        critic, advantage = self.learner.critic, self.algo.advantage
+        if not advantage.by_critic:
+            changed = [key for key, value in critic.model_dump().items() if value != CriticConfig().model_dump()[key]]
+            if changed:
+                raise ConfigError(
+                    f"learner.critic.{changed[0]}={critic.model_dump()[changed[0]]!r} has no effect: "
+                    f"algo.advantage={advantage.kind!r} has no critic",
+                    remedy="set algo.advantage = 'gae', or leave [learner.critic] out",
+                )
+            return self
+        if self.learner.parallel.world > 1:
+            raise ConfigError(
+                f"algo.advantage={advantage.kind!r} trains a critic, which is for one process, and learner.parallel "
+                f"asks for {self.learner.parallel.world} ranks",
+                remedy="leave learner.parallel out, or choose another algo.advantage",
+            )
+        if critic.warmup_steps >= self.run.steps:
+            raise ConfigError(
+                f"learner.critic.warmup_steps={critic.warmup_steps} leaves none of run.steps={self.run.steps} to the "
+                "policy",
+                remedy="set run.steps above learner.critic.warmup_steps",
             )
         return self
 
@@ -119,7 +174,11 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> R
     return validate(RunConfig, _absolute(tree, Path.cwd()))
 
 
-_PATHS = ("model.path", "model.lora.adapter", "data.path", "data.eval_path", "env.reward", "run.dir")
+_PATHS = (
+    *("model.path", "model.lora.adapter", "learner.critic.path"),
+    *("learner.reference.path", "learner.old.path", "learner.teacher.path"),
+    *("data.path", "data.eval_path", "env.reward", "run.dir"),
+)
 
 
 def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, DataError, RunError
+from headrace.flow.ledger.opening import has_ledger
 from headrace.launch import Component
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
-LEDGER_FILE = "ledger.sqlite"
+FACTS_FILE = "parts.json"
 LOCK_FILE = "lock"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
@@ -59,7 +60,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
     Raises :class:`~headrace.errors.ConfigError` if another process holds it, if it has a run already and ``resume`` is
     not asked for, or if there is none to resume.
     """
-    if resume and not (run_dir / LEDGER_FILE).exists():
+    if resume and not has_ledger(run_dir):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
         )
@@ -78,7 +79,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
                 f"run.dir={str(run_dir)!r} is in use by another process",
                 remedy=f"wait for it (headrace status {run_dir}), or choose another run.dir",
             ) from None
-        if (run_dir / LEDGER_FILE).exists() and not resume:
+        if has_ledger(run_dir) and not resume:
             raise ConfigError(
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to go on, or choose another run.dir",

@@ -6,6 +6,9 @@ import json
 
 from headrace.environ import num_cores
 from headrace.launch.config import threads
+from headrace.learner.companions.fit import columns_of
+from headrace.models.devices import CPU
+from headrace.session.config import RunConfig
 from headrace.session.prepare import Prepared
 
 
@@ -20,17 +23,52 @@ def explain(prepared: Prepared) -> str:
     flow, cores = config.flow, num_cores()
     episodes = flow.groups_per_step * flow.group_size
     epochs = config.run.steps * flow.groups_per_step / len(prepared.tasks)
-    pace = "generation and training take turns" if flow.max_age == 0 else (
-        f"generation runs up to {flow.effective_lead} batches ahead; no token is trained at an age over {flow.max_age}"
+    pace = "generation and training take turns" if flow.greatest_age == 0 else (
+        f"generation runs up to {flow.effective_lead} batches ahead; no token is trained at an age over "
+        f"{flow.greatest_age}"
     )  # fmt: skip
     lines += [
         f"{len(prepared.tasks)} tasks, {len(prepared.eval_tasks)} held out; {config.run.steps} steps of "
         f"{flow.groups_per_step} groups × {flow.group_size} = {episodes} episodes a step, {epochs:.3g} epochs.",
+        *_selection(config, len(prepared.tasks)),
         f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
         f"Engine: {threads(config.launch.engine_threads, cores)} threads; learner: "
         f"{threads(config.launch.learner_threads, cores)} threads; this machine has {cores} cores.",
+        *_where(prepared),
     ]
+    learner = config.learner.serving(columns_of(config.algo))
+    uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teacher": "the teacher"}
+    lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
     return "\n".join(lines)
+
+
+def _where(prepared: Prepared) -> list[str]:
+    """Which devices compute, and how their memory is divided."""
+    devices = prepared.devices
+    lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
+    if devices.engine != CPU:
+        share = prepared.config.engine.on(devices.engine, shared=devices.shared).cache_share
+        rest = "; what remains is the learner's" if devices.shared else ""
+        lines.append(
+            f"The engine keeps two copies of the weights on {devices.engine}, and a cache of at most {share:.0%} of "
+            f"the memory that is free then{rest}."
+        )
+    return lines
+
+
+def _selection(config: RunConfig, num_rows: int) -> list[str]:
+    """Which groups are attempted and kept, where that is not all of them."""
+    lines: list[str] = []
+    if config.data.epochs is not None:
+        groups = config.data.epochs * num_rows
+        steps = groups // config.flow.groups_per_step
+        lines.append(
+            f"data.epochs={config.data.epochs} makes {groups} groups: the run ends after {steps} steps at most."
+        )
+    if config.flow.filters:
+        names = ", ".join(each.kind for each in config.flow.filters)
+        lines.append(f"Filters, in this order: {names}; a dropped group is made up for by another.")
+    return lines
 
 
 def _value(value: object) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.control.observer import Observers
+from headrace.env import Curriculum
+from headrace.env.data import Order as RowOrder
 from headrace.launch import Order
+from headrace.session.config import RunConfig
 from headrace.session.prepare import Prepared
 
 
@@ -22,6 +25,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         env=config.env,
         sync=config.sync,
         launch=config.launch,
+        devices=prepared.devices,
         tasks=prepared.tasks,
         eval_tasks=prepared.eval_tasks,
         sampling=prepared.sampling,
@@ -31,4 +35,20 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         total_steps=config.run.steps,
         on_spans=observers.spans,
         on_event=observers.event,
+    )
+
+
+def row_order(config: RunConfig, num_rows: int) -> RowOrder:
+    """Which row a group attempts, without a curriculum."""
+    data = config.data
+    return RowOrder(num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
+
+
+def curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
+    """The curriculum that the run file asks for."""
+    data = config.data
+    if data.curriculum is None:
+        return None
+    return Curriculum(
+        data.curriculum, num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs
     )

@@ -17,6 +17,7 @@ from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
 from headrace.models import context_length, load_tokenizer
+from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
 from headrace.models.mixtures import routes
@@ -41,6 +42,8 @@ class Inputs:
     """Held-out rows; ``None``: those of ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
     """A function that stands in a file; ``None``: that of ``env.reward``."""
+    gpus: int | None = None
+    """How many GPUs this machine is taken to have; ``None``: as many as torch sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +60,13 @@ class Prepared:
     """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    devices: Devices
+    """Where engine and learner compute."""
 
     def fingerprint(self) -> str:
         """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
-        settings = self.config.model_dump(
-            mode="json", exclude={"run": {"dir", "steps"}, "observe": True, "launch": True}
-        )
+        where: dict[str, set[str] | bool] = {"launch": True, "engine": {"device", "cache_share"}, "learner": {"device"}}
+        settings = self.config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, **where})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
@@ -78,6 +82,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     """
     config = _with_reward(config, inputs)
     _refuse_threads(config)
+    devices = _devices(config, num_gpus() if inputs.gpus is None else inputs.gpus, training=training)
     if training:
         _check_own_loss(config)
     rows = _rows(config.data.path, inputs.data, "data.path") if training else []
@@ -91,6 +96,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data")
     eval_tasks = make_tasks(eval_rows, column, tokenizer, source=config.data.eval_path or "eval_data")
     _refuse_unsendable([*tasks, *eval_tasks])
+    if training:
+        _refuse_too_few_rows(config, len(tasks))
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
     return Prepared(
         config=config,
@@ -99,6 +106,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         sampling=_sampling(config, endings),
         max_context=_context(config, tasks, eval_tasks),
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        devices=devices,
     )
 
 
@@ -122,6 +130,16 @@ def _refuse_threads(config: RunConfig) -> None:
             )
 
 
+def _devices(config: RunConfig, gpus: int, *, training: bool) -> Devices:
+    return settle(
+        config.engine.device,
+        config.learner.device,
+        ranks=config.learner.parallel.world if training else 0,
+        gpus=gpus,
+        only_cpu=config.model.deterministic,
+    )
+
+
 def _check_own_loss(config: RunConfig) -> None:
     """A loss of the user's own must keep the contract that every loss keeps."""
     if not isinstance(config.algo.loss, Custom):
@@ -133,6 +151,16 @@ def _check_own_loss(config: RunConfig) -> None:
         raise ConfigError(
             f"algo.loss: {report}",
             remedy=f"mend it, then try headrace check loss {config.algo.loss.ref}",
+        )
+
+
+def _refuse_too_few_rows(config: RunConfig, num_rows: int) -> None:
+    epochs, batch = config.data.epochs, config.flow.groups_per_step
+    if epochs is not None and epochs * num_rows < batch:
+        raise ConfigError(
+            f"data.epochs={epochs} over {num_rows} rows makes {epochs * num_rows} groups, fewer than one batch "
+            f"(flow.groups_per_step={batch}): no step could ever start",
+            remedy=f"set data.epochs >= {-(-batch // num_rows)}, lower flow.groups_per_step, or give more rows",
         )
 
 
@@ -172,7 +200,17 @@ def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task
             f"context of {context}",
             remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
         )
+    _refuse_short_critic(config, context)
     return context
+
+
+def _refuse_short_critic(config: RunConfig, context: int) -> None:
+    path = config.learner.critic.path
+    if path and context_length(path) < context:
+        raise ConfigError(
+            f"learner.critic.path={path!r} was made for {context_length(path)} tokens, and samples may have {context}",
+            remedy=f"choose a critic for >= {context} tokens, or set engine.max_context <= {context_length(path)}",
+        )
 
 
 def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:

@@ -21,11 +21,11 @@ from headrace.control import Controller, Settings, Summary
 from headrace.control.observer import Observers
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
-from headrace.env.data import Order as RowOrder
-from headrace.errors import ConfigError, HeadraceError
-from headrace.flow.ledger import SqliteLedger, ThreadedWriter
+from headrace.errors import ConfigError, HeadraceError, LedgerError, StallError
+from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
+from headrace.flow.ledger.opening import has_ledger, make_ledger
+from headrace.heap import settled_heap
 from headrace.launch import Component, Order, World, local_world
-from headrace.launch.heap import settled_heap
 from headrace.observe import Recorder, open_view, write_report
 from headrace.observe.report import run_verdict
 from headrace.observe.rundata import load_run
@@ -33,16 +33,18 @@ from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
     CONFIG_FILE,
-    LEDGER_FILE,
+    FACTS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
     Status,
     choose_directory,
     locked,
+    read_summary,
     write_json,
 )
-from headrace.session.order import make_order
+from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
+from headrace.session.repeating import Comparison, Recording, opened
 from headrace.session.running import Interrupts, first_cause, in_own_loop
 from headrace.types.observation import Event, LiveState
 
@@ -60,6 +62,7 @@ def train(  # gate: parameters - the public call: everything that a user may han
     reward: Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     resume: bool = False,
+    replay: str | Path = "",
 ) -> Summary:
     """Train a model as ``config`` says (a TOML file, a tree, or a record), and say what came of it.
 
@@ -67,14 +70,17 @@ def train(  # gate: parameters - the public call: everything that a user may han
     file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C ends the run after the steps
     that are ordered, with a checkpoint; a second one ends it at once, with ``KeyboardInterrupt``.
 
+    ``replay`` is the directory of a run with the same settings: it is repeated bit for bit, in a directory of its own,
+    or :class:`~headrace.errors.ReplayDiffers` says what was different first.
+
     Raises :class:`~headrace.errors.HeadraceError`; ``summary.json`` is written all the same once training has begun.
     """
     refuse_inside_a_run()
     prepared = prepare(load_config(config, overrides), Inputs(data=data, eval_data=eval_data, reward=reward))
     run_dir = choose_directory(prepared.config.run.dir, RealClock())
-    with locked(run_dir, resume=resume):
+    with opened(replay, prepared, resume=resume) as recording, locked(run_dir, resume=resume):
         try:
-            summary = in_own_loop(lambda interrupts: _train(prepared, run_dir, interrupts))
+            summary = in_own_loop(lambda interrupts: _train(prepared, run_dir, interrupts, recording))
         except BaseException:
             with suppress(HeadraceError):  # what went wrong before is what the user must hear of
                 _report(prepared, run_dir)
@@ -88,45 +94,71 @@ def _report(prepared: Prepared, run_dir: Path) -> None:
         write_report(run_dir)
 
 
-async def _train(prepared: Prepared, run_dir: Path, interrupts: Interrupts) -> Summary:
+async def _train(
+    prepared: Prepared, run_dir: Path, interrupts: Interrupts, recording: Recording | None = None
+) -> Summary:
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
-    if start.step >= config.run.steps:
+    if start.step > config.run.steps or (start.step == config.run.steps and _ended(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
             remedy=f"set run.steps > {start.step} to go on",
         )
     with ExitStack() as stack:
-        books: list[SqliteLedger] = []
-        if (run_dir / LEDGER_FILE).exists():  # one that does not fit is refused before anything is launched
-            books.append(_open_books(config, run_dir, stack))
+        books: list[Ledger] = []
+        if has_ledger(run_dir):  # one that does not fit is refused before anything is launched
+            books.append(_open_books(config, run_dir, stack, start))
         write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         recorder = stack.enter_context(Recorder(run_dir))
         view = stack.enter_context(_view(config))
         observers = Observers((recorder, view))
         order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=observers)
+        if recording is not None:
+            order = recording.order(order, config.run.stall_timeout_s)
+        comparisons: list[Comparison] = []
 
         def control(world: World) -> Controller:
-            ledger = books[0] if books else _open_books(config, run_dir, stack)
-            writer = ThreadedWriter(ledger)
+            facts = world.facts()
+            if recording is not None:
+                recording.refuse_machine(facts)
+            write_json(run_dir / FACTS_FILE, facts)
+            ledger = books[0] if books else _open_books(config, run_dir, stack, start)
+            writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
             settings = Settings(
                 run=config.run,
                 flow=config.flow,
-                order=RowOrder(num_rows=len(prepared.tasks), seed=config.run.seed, shuffle=config.data.shuffle),
+                order=row_order(config, len(prepared.tasks)),
+                curriculum=curriculum(config, len(prepared.tasks)),
                 fingerprint=prepared.fingerprint(),
             )
+            if recording is not None:
+                settings = recording.settings(settings)
+                writer = Comparison(writer, recording)
+                comparisons.append(writer)
             return Controller(world.parts, settings, ledger=ledger, writer=writer, observers=(observers,))
 
-        return await _run(order, control, start, Watchers(view=view, interrupts=interrupts))
+        summary = await _run(order, control, start, Watchers(view=view, interrupts=interrupts))
+        return comparisons[0].finish(summary) if comparisons else summary
 
 
-def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack) -> SqliteLedger:
+def _ended(run_dir: Path) -> bool:
+    """Whether the run's last life came to its end: one that was killed behind its last snapshot did not."""
+    summary = read_summary(run_dir)
+    return summary is not None and summary["status"] == "finished"
+
+
+def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
     """The run's ledger; a new run has none until its parts have started, so that a failed start can be tried again."""
-    flow = config.flow
-    ledger = SqliteLedger(run_dir / LEDGER_FILE, group_size=flow.group_size, groups_per_step=flow.groups_per_step)
+    try:
+        ledger = make_ledger(config.flow, run_dir)
+    except LedgerError as error:
+        if start.snapshot is None:
+            raise
+        newest = f"the newest whole checkpoint is {start.snapshot}, of step {start.step}"
+        raise LedgerError(f"{error.problem}; {newest}", remedy=error.remedy) from None
     stack.callback(ledger.close)
     return ledger
 
@@ -145,7 +177,7 @@ async def _run(
     """Launch, control, and write the summary however it ends."""
     controller: Controller | None = None
     try:
-        order.on_event(Event(wall_s=0.0, text="starting engine, learner and scoring workers"))
+        order.on_event(Event(wall_s=0.0, text=f"starting scoring workers, {order.devices}"))
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
@@ -156,6 +188,7 @@ async def _run(
     except BaseException as error:
         cause = first_cause(error)
         if controller is not None:
+            _tell_who_waited(controller, cause)
             await _last_words(controller, cause)
         if cause is error:
             raise
@@ -168,10 +201,17 @@ def _warn(controller: Controller, text: str) -> None:
     controller.state.warn(text, kind=text.partition(" (")[0])
 
 
+def _tell_who_waited(controller: Controller, cause: BaseException) -> None:
+    """What ended a run gets the table of its loops, as it was then; a stall has it already."""
+    if isinstance(cause, HeadraceError) and not isinstance(cause, StallError):
+        cause.problem = "\n".join([cause.problem, *controller.state.board.in_brief()])
+
+
 async def _last_words(controller: Controller, cause: BaseException) -> None:
     """Write what the run came to, as far as that can be: the disk or the ledger may be what went wrong."""
     with suppress(HeadraceError, TimeoutError):  # where the ledger hangs, its books cannot be counted either
         with suppress(HeadraceError):
+            controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FAREWELL_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
         _finish(controller, controller.summary(status, cause=str(cause)))

@@ -55,7 +55,7 @@ class FakeEngine:
         total = min(wanted, sampling.max_new_tokens)
         self._count(running=1)
         try:
-            sent = 0
+            sent = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
             while sent < total:
                 size = min(CHUNK_TOKENS, total - sent)
                 version = self._stats.version
@@ -159,6 +159,9 @@ class FakeLearner:
             checksums=(int(self._slots[publication.slot][:15], 16),),
         )
 
+    async def resend(self, publication: Publication) -> WeightUpdate:
+        return await self.published(publication)
+
     async def save(self, directory: Path) -> None:
         async with self._turn:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
@@ -219,7 +222,7 @@ def fake_parts(
 def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
     advantages: list[float] = []
     for group in groups:
-        rewards = [episode.reward or 0.0 for episode in group.scored]
+        rewards = [episode.reward or 0.0 for episode in group.counted]
         mean = sum(rewards) / len(rewards)
         advantages += [reward - mean for reward in rewards]
     return advantages

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens
-from headrace.types.versions import oldest
 
 
 class EpisodeKey(NamedTuple):
@@ -40,19 +37,30 @@ class StopReason(enum.StrEnum):
 class EpisodeStatus(enum.StrEnum):
     """How an episode ended.
 
-    RUNNING ──▶ FINISHED ──▶ SCORED
-       └───────────┴──────▶ FAILED(cause)
+    RUNNING ──▶ FINISHED ──▶ SCORED ──▶ MASKED(cause)
+       │           │           └──────▶ LEFT_OUT(cause)
+       ├───────────┼──────────────────▶ LEFT_OUT(cause)
+       └───────────┴──────────────────▶ FAILED(cause)
     """
 
     RUNNING = "running"
     FINISHED = "finished"
     SCORED = "scored"
     FAILED = "failed"
+    LEFT_OUT = "left_out"
+    """Nothing is wrong with it, and it is not trained: it was withdrawn, or a filter left it out of its group."""
+    MASKED = "masked"
+    """Its reward counts in the baseline of its group; its tokens carry no loss."""
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
-        return self in (EpisodeStatus.SCORED, EpisodeStatus.FAILED)
+        """Whether its tokens and its reward are final."""
+        return self is EpisodeStatus.SCORED or self.untrained
+
+    @property
+    def untrained(self) -> bool:
+        """Whether it has ended and none of its tokens will carry loss, for the reason that its cause gives."""
+        return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,26 @@ class Turn:
     """Why sampling ended; ``None`` for a turn that was not sampled."""
     context_routing: Routing | None = None
     """The experts of every token it was sampled after, from the root on; ``None`` where nothing was recorded."""
+    failed: bool = False
+    """Whether it is the answer of a tool, and an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPart:
+    """Tokens of a turn that is being sampled, those that came since its last part or all of them."""
+
+    key: EpisodeKey
+    turn: int
+    """Which of the sampled turns of its episode, from 0, in the order they were begun."""
+    prompt: str
+    """A digest of what the turn was sampled after: a turn goes on only after the same."""
+    tokens: Tokens
+    stop_reason: StopReason | None = None
+    """Set on the last one."""
+    context_routing: Routing | None = None
+    """The experts of every token before the turn, on the first part; ``None`` where nothing was recorded."""
+    lost: str = ""
+    """Why the parts before this one are void; empty where they are not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +109,7 @@ class Episode:
     reward: float | None = None
     """``None`` until scored."""
     cause: str = ""
-    """Why it failed: ``reason`` or ``reason: words``; empty otherwise."""
+    """Why it failed, was left out or masked: ``reason`` or ``reason: words``; empty otherwise."""
 
     @property
     def num_sampled(self) -> int:
@@ -127,9 +155,5 @@ class Episode:
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""
-        sampled = [oldest(turn.tokens.versions_T[turn.tokens.sampled_T]) for turn in self.turns]
-        columns = [column for column in sampled if len(column)]
-        if not columns:
-            return None
-        joined = np.concatenate(columns)
-        return int(joined.min()), int(joined.max())
+        spans = [span for turn in self.turns if (span := turn.tokens.versions()) is not None]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None

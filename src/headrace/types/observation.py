@@ -36,6 +36,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the run started, at the end of the step."""
     reward_mean: float | None = None
     """Over the episodes of the step's batch; ``None`` where nothing was scored."""
+    reward_sampled: float | None = None
+    """Over all episodes that were scored since the last step, those of dropped groups included; ``None`` where none
+    was."""
     reward_std: float | None = None
     """Over the same episodes; ``None`` where nothing was scored."""
     reward_min: float | None = None
@@ -69,6 +72,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens per episode of the batch."""
     dropped_groups: dict[str, int] = {}
     """Groups dropped since the run started, by reason."""
+    set_aside_episodes: dict[str, int] = {}
+    """Episodes left out of groups that were kept, or masked, since this life of the run started, by reason."""
     dropped_tokens: dict[str, int] = {}
     """Tokens of trained groups that could carry no loss, since this life of the run started, by reason."""
 

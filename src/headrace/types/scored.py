@@ -20,13 +20,24 @@ class ScoredGroup:
 
     @property
     def scored(self) -> list[Episode]:
-        """The episodes that have a reward."""
+        """The episodes that are trained: they have a reward, and nothing keeps them out."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
+
+    @property
+    def counted(self) -> list[Episode]:
+        """The episodes whose rewards make the baseline: those that are trained, and the masked ones."""
+        counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
+        return [episode for episode in self.episodes if episode.status in counted]
 
     def oldest_version(self) -> int | None:
         """The oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
-        oldest = [versions[0] for episode in self.scored if (versions := episode.versions()) is not None]
-        return min(oldest, default=None)
+        versions = self.versions()
+        return None if versions is None else versions[0]
+
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        sampled = [versions for episode in self.scored if (versions := episode.versions()) is not None]
+        return (min(old for old, _ in sampled), max(new for _, new in sampled)) if sampled else None
 
 
 def paths(episode: Episode, advantage: float) -> list[TrainSample]:

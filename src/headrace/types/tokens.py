@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.recorded import KeptSets, Routing
-from headrace.types.versions import NOT_SAMPLED
+from headrace.types.versions import NOT_SAMPLED, oldest
 
 __all__ = ["FloatColumn", "IntColumn", "Tokens"]
 
@@ -82,6 +82,11 @@ class Tokens:
         """Which tokens a policy sampled."""
         sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
         return sampled_T
+
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and newest version that sampled one of them; ``None`` if nothing was sampled."""
+        sampled = oldest(self.versions_T[self.sampled_T])
+        return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
 
     def __len__(self) -> int:
         return len(self.ids_T)

@@ -42,12 +42,19 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     slot: int
-    """Which of the two shared buffers holds it."""
+    """Which of the learner's two buffers holds it."""
     path: str
-    """The shared buffers' file."""
+    """Where its bytes are, in the words of the transport: the shared buffers' file, a URL, a group of processes."""
     manifest: Manifest
+    """The layout of the image: every tensor as it travels, packed."""
     checksums: tuple[int, ...]
-    """xxh3 (64 bits) of each tensor's bytes, in the manifest's order."""
+    """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order."""
+    base: int | None = None
+    """The version that the bytes are a difference from; ``None``: they are the image itself."""
+    num_bytes: int = 0
+    """How many bytes travel; 0 where the image is read where it lies."""
+    adapter: str = ""
+    """What engines that keep several adapters side by side may call this one; empty: it is not an adapter alone."""
 
 
 class Interrupt(enum.StrEnum):

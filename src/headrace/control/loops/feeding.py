@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from headrace.control.board import LEARNER_MAY_TAKE_S
@@ -12,10 +14,14 @@ from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
 from headrace.errors import RunError
+from headrace.flow import TakenBatch
+from headrace.flow.policies import STALE
 from headrace.learner.base import Publication
 from headrace.types.batch import Batch
+from headrace.types.episode import EpisodeStatus
 from headrace.types.messages.controller import StepReport
 from headrace.types.scored import ScoredGroup, paths
+from headrace.types.versions import oldest
 
 ORDERED_AHEAD = 2
 """Steps that the learner knows of: the one it is at, and the next."""
@@ -29,6 +35,8 @@ class Ordered:
     groups: list[ScoredGroup]
     ages: dict[int, int]
     """Tokens that carry loss, by age in versions."""
+    masked: dict[str, int]
+    """Tokens that lost their loss when the batch was put together, by reason."""
     ordered_s: float
     """When the batch was given, on the clock."""
     trained: asyncio.Task[tuple[StepReport, float]]
@@ -68,35 +76,33 @@ class Feeder:
         async with asyncio.TaskGroup() as orders:
             while True:
                 await self._room.acquire()
-                groups = await self._next_batch()
-                if groups is None:
+                taken = await self._next_batch()
+                if taken is None:
                     break
-                await self._orders.put(await self._order(groups, orders))
+                await self._orders.put(await self._order(taken, orders))
             await self._orders.put(None)
 
-    async def _next_batch(self) -> list[ScoredGroup] | None:
+    async def _next_batch(self) -> TakenBatch | None:
         state = self._state
         while not (state.stop_asked or state.flow.finished):
-            groups = state.flow.take()
-            if groups is not None:
-                return groups
+            taken = state.flow.take()
+            if taken is not None:
+                return taken
+            if state.flow.used_up:
+                break
             await state.flow.changed.wait()
         return None
 
-    async def _order(self, groups: list[ScoredGroup], orders: asyncio.TaskGroup) -> Ordered:
+    async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> Ordered:
         """Tasks begin in the order they are made, so the learner gets its orders in this one."""
         state = self._state
-        step = state.flow.state.next_step - 1
+        step = taken.step
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
             await state.flow.flush()  # what is trained must be known to have been taken
-        batch = self._collate(step, groups)
+        batch = collate(step, taken.groups, state.parts.advantages(taken.groups))
+        batch, masked = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
-        oldest = int(ages.max(initial=0))
-        if oldest > state.flow_config.max_age:
-            raise RunError(
-                f"step {step} would train a token of age {oldest}, and flow.max_age={state.flow_config.max_age}",
-                remedy=f"set flow.max_age={oldest}, then --resume",
-            )
+        self._refuse_too_old(taken)
         ordered_s = state.parts.clock.now()
         trained = orders.create_task(self._train(batch))
         if self._awaited:  # the learner is at it, while the step cannot be handed on yet
@@ -108,7 +114,8 @@ class Feeder:
         due = (step + 1) % state.run.checkpoint_every == 0
         return Ordered(
             step=step,
-            groups=groups,
+            groups=taken.groups,
+            masked=masked,
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
             ordered_s=ordered_s,
             trained=trained,
@@ -116,6 +123,18 @@ class Feeder:
             snapshot=snapshot,
             saving=self._saver.begin(step + 1, orders) if due else None,
         )
+
+    def _refuse_too_old(self, taken: TakenBatch) -> None:
+        """The policy keeps the bound; a group that breaks it was admitted under other settings."""
+        flow = self._state.flow.state
+        floor = -1 if taken.oldest_version is None else taken.oldest_version
+        for version in {max(group.oldest_version() or 0, floor) for group in taken.groups if group.versions()}:
+            age, allowed = taken.step - version, flow.allowed_age(version)
+            if age > allowed:
+                raise RunError(
+                    f"step {taken.step} would train a token of age {age}, and flow.max_age={allowed}",
+                    remedy=f"set flow.max_age={age}, then --resume",
+                )
 
     async def _train(self, batch: Batch) -> tuple[StepReport, float]:
         with self._state.board.asking("learner", f"step {batch.step}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
@@ -128,8 +147,22 @@ class Feeder:
         ):
             return await self._state.parts.learner.snapshot(version, slot)
 
-    def _collate(self, step: int, groups: list[ScoredGroup]) -> Batch:
-        episodes = [episode for group in groups for episode in group.scored]
-        credited = self._state.parts.advantages(groups)
-        samples = [paths(episode, float(credit)) for episode, credit in zip(episodes, credited, strict=True)]
-        return Batch.collate(step, [sample for of_episode in samples for sample in of_episode])
+
+def collate(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[float]) -> Batch:
+    """The batch of a step. ``advantages``: one for each episode that counts in a baseline, in order."""
+    episodes = [episode for group in groups for episode in group.counted]
+    credited = zip(episodes, advantages, strict=True)
+    trained = EpisodeStatus.SCORED
+    samples = [paths(episode, float(credit)) for episode, credit in credited if episode.status is trained]
+    return Batch.collate(step, [sample for of_episode in samples for sample in of_episode])
+
+
+def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
+    """The batch with the loss taken from tokens of versions before ``oldest_version``, and how many these were."""
+    if oldest_version is None:
+        return batch, {}
+    stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
+    count = int(stale_N.sum())
+    if not count:
+        return batch, {}
+    return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~stale_N), {STALE: count}

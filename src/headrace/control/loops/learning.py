@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+import msgspec
+
 from headrace.control.board import LoopContract
-from headrace.control.groups import has_signal
+from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import Feeder, Ordered
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.recording import StepDone, step_record
 from headrace.control.saving import Saver
 from headrace.control.state import RunState
+from headrace.control.tuning import Tuning
 from headrace.errors import NothingToLearn
 from headrace.types.scored import ScoredGroup
 
@@ -31,6 +34,7 @@ class LearningLoop:
         self._state = state
         self._sync = sync
         self._saver = saver
+        self._tuning = Tuning(state)
         self._feeder = Feeder(state, sync, saver)
         self._free_since_s = 0.0
         self._without_signal = 0
@@ -41,6 +45,7 @@ class LearningLoop:
         self._free_since_s = state.parts.clock.now()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._feeder.run())
+            watching = group.create_task(self._tuning.watch_engine())
             while True:
                 needed = state.flow_config.groups_per_step
                 with state.board.waiting("learner", f"a batch of {needed} scored groups", on="scoring"):
@@ -49,6 +54,7 @@ class LearningLoop:
                     break
                 await self._finish(ordered)
                 self._feeder.done()
+            watching.cancel()
         await self._sync.drained()
         await self._saver.save_if_new(state.flow.state.version)
 
@@ -61,6 +67,9 @@ class LearningLoop:
         if waited_s:
             state.span("learner", "wait batch", self._free_since_s, ordered.step, end_s=ordered.ordered_s)
         report, trained_s = await ordered.trained
+        if ordered.masked:
+            dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
+            report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
         state.flow.trained(ordered.groups, report, ordered.ages)
         state.board.progress()
         publication = await ordered.snapshot
@@ -77,6 +86,7 @@ class LearningLoop:
             exposed_s=blocked_s + publication.exposed_s,
         )
         self._count(done, publication.exposed_s)
+        self._tuning.after_step(report, ordered.ages)
         record = step_record(state, done)
         state.tally.rewards.append(record.reward_mean)
         if state.tally.reward_first is None:
@@ -98,16 +108,17 @@ class LearningLoop:
 
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
         state = self._state
-        self._without_signal = 0 if any(has_signal(group) for group in groups) else self._without_signal + 1
+        self._without_signal = 0 if have_signal(groups) else self._without_signal + 1
         if self._without_signal == 0:
             return
         reward = groups[0].scored[0].reward
+        whole = "batch" if state.flow_config.group_size == 1 else "group"
         if self._without_signal >= state.flow_config.max_idle_batches:
             raise NothingToLearn(
-                f"in {self._without_signal} steps in a row all episodes of a group got the same reward (the last: "
+                f"in {self._without_signal} steps in a row all episodes of a {whole} got the same reward (the last: "
                 f"{reward:g}): there is nothing to prefer",
                 remedy="look at completions and reward; make tasks easier or harder, raise flow.group_size or "
                 "engine.temperature, or raise flow.max_idle_batches; then --resume",
             )
         if self._without_signal >= max(2, state.flow_config.max_idle_batches // 2):
-            state.warn("the rewards of a group are all equal, for many steps in a row: there is nothing to prefer")
+            state.warn(f"the rewards of a {whole} are all equal, for many steps in a row: there is nothing to prefer")

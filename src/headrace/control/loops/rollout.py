@@ -12,8 +12,9 @@ from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.errors import DataError
 from headrace.flow import Admission
-from headrace.rollout import EpisodeRunner
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.flow.filters import REDUNDANT
+from headrace.rollout import EpisodeRunner, Withdrawal
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
 from headrace.types.task import Task
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Episode]]
@@ -33,29 +34,37 @@ class RolloutLoop:
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
         self._state = state
         self._finished = finished
+        self._unfit_in_a_row = 0
+        resting = 0 if state.curriculum is None else state.curriculum.num_rest
+        self._most_unfit = 2 * len(state.parts.tasks) + resting  # by then each row had its turn, if it has any
         self._runner = EpisodeRunner(
             engine=state.parts.engine,
             env=state.parts.env,
             sampling=state.parts.sampling,
             run_seed=state.run.seed,
             on_tokens=lambda _: state.board.progress(),
+            on_part=state.flow.running_turns.add,
+            timeout_s=state.parts.episode_timeout_s,
         )
 
     async def run(self) -> None:
-        """Until the last step has taken its batch."""
+        """Until the last step has taken its batch; in a replay, until cancelled."""
         state = self._state
         if not any(self._length(task) <= state.parts.max_context for task in state.parts.tasks):
-            raise DataError(
-                f"no row fits the context of {state.parts.max_context} tokens with an answer of "
-                f"{state.parts.sampling.max_new_tokens}",
-                remedy="raise the context, lower engine.max_new_tokens, or give rows with shorter prompts",
-            )
+            raise self._nothing_fits("no row fits")
         async with asyncio.TaskGroup() as episodes:
-            while not state.flow.finished:
+            while state.flow.starts_groups:
                 self._start_admitted(episodes)
                 held = state.flow.state.num_held
                 with state.board.waiting("rollout", f"a free slot ({held} groups hold one)", on="learner, sync"):
                     await state.flow.changed.wait()
+
+    def _nothing_fits(self, what: str) -> DataError:
+        return DataError(
+            f"{what} the context of {self._state.parts.max_context} tokens with an answer of "
+            f"{self._state.parts.sampling.max_new_tokens}",
+            remedy="raise the context, lower engine.max_new_tokens, or give rows with shorter prompts",
+        )
 
     def _start_admitted(self, episodes: asyncio.TaskGroup) -> None:
         while admissions := self._state.flow.admit():  # what cannot start makes room at once
@@ -66,7 +75,7 @@ class RolloutLoop:
         state = self._state
         if admission.row >= len(state.parts.tasks):
             state.warn(f"row {admission.row + 1} is not in the dataset any more: dropped")
-            state.flow.drop(admission.number, "row_gone")
+            self._drop(admission, "row_gone")
             return
         task = state.parts.tasks[admission.row]
         length = self._length(task)
@@ -75,32 +84,51 @@ class RolloutLoop:
                 f"row {admission.row + 1}: {len(task.prompt_ids_T)} prompt tokens, {length} with the answer, do not "
                 f"fit the context of {state.parts.max_context}: dropped"
             )
-            state.flow.drop(admission.number, "prompt_too_long")
+            self._drop(admission, "prompt_too_long")
+            self._unfit_in_a_row += 1
+            if self._unfit_in_a_row > self._most_unfit:
+                raise self._nothing_fits("no row that the curriculum still picks fits")
             return
+        self._unfit_in_a_row = 0
         if _other_prompt(admission.ended, task):
             state.warn(
                 f"row {admission.row + 1} has another prompt than before the restart: its group, half done, is dropped"
             )
-            state.flow.drop(admission.number, "row_changed")
+            self._drop(admission, "row_changed")
             return
-        group = OpenGroup(number=admission.number, task=task, size=state.flow_config.group_size)
+        config = state.flow_config
+        group = OpenGroup(number=admission.number, task=task, size=config.group_size, first=config.first)
+        group.num_finished = sum(episode.reward is not None for episode in admission.ended)
         state.flow.start(group.number)
         ended = {episode.key.place for episode in admission.ended}
         for episode in admission.ended:
             episodes.create_task(self._finished.put((group, episode)))
         for place in range(group.size):
             if place not in ended:
-                episodes.create_task(self._run(group, place))
+                begun = [part for part in admission.begun if part.key.place == place]
+                episodes.create_task(self._run(group, place, begun))
+
+    def _drop(self, admission: Admission, reason: str) -> None:
+        self._state.observe(admission.number, admission.row, ())
+        self._state.flow.drop(admission.number, reason)
 
     def _length(self, task: Task) -> int:
         """Tokens of the prompt and the longest answer."""
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
-    async def _run(self, group: OpenGroup, place: int) -> None:
+    async def _run(self, group: OpenGroup, place: int, begun: Sequence[TurnPart]) -> None:
         start_s = self._state.parts.clock.now()
-        with self._state.board.asking("rollout", "an episode", of="engine"):
-            episode = await self._runner.run(EpisodeKey(group.number, place), group.task)
+        key = EpisodeKey(group.number, place)
+        if group.has_enough:
+            await self._finished.put((group, Episode(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)))
+            return
+        withdrawal = group.running[place] = Withdrawal()
+        with self._state.board.asking("rollout", "an episode", of="engine or environment"):
+            episode = await self._runner.run(key, group.task, withdrawal, begun)
+        del group.running[place]
         self._state.span("rollout", "episode", start_s)
+        if episode.status is EpisodeStatus.FINISHED:
+            group.finished(episode)
         await self._finished.put((group, episode))
 
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.control.board import LoopContract
+from headrace.control.drought import Drought
 from headrace.control.evaluation import completion_text
-from headrace.control.groups import OpenGroup, close_group
+from headrace.control.groups import Closed, OpenGroup, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.state import RunState
 from headrace.errors import EnvError
+from headrace.flow.filters import FilterContext, rewards_of
 from headrace.types.episode import Episode, EpisodeStatus
 
 
@@ -30,6 +32,9 @@ class ScoringLoop:
         self._finished = finished
         self._failed_in_a_row = 0
         self._last_cause = ""
+        config = state.flow_config
+        self._drought = Drought(most=config.max_idle_batches * config.groups_per_step)
+        self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
     async def run(self) -> None:
         """Until cancelled: the learner says when the run is over."""
@@ -74,6 +79,10 @@ class ScoringLoop:
         for episode in episodes:
             group.episodes[episode.key.place] = episode
             state.flow.end_episode(episode)
+            if episode.status is EpisodeStatus.LEFT_OUT:
+                state.tally.set_aside[episode.cause] += 1
+            if episode.reward is not None:
+                state.tally.fresh_rewards.append(episode.reward)
             if episode.status is EpisodeStatus.FAILED:
                 self._last_cause = episode.cause
                 sort = ": ".join(episode.cause.split(": ")[:2])  # the reason, and the kind of error
@@ -83,20 +92,42 @@ class ScoringLoop:
 
     def _close(self, group: OpenGroup) -> None:
         state = self._state
+        state.observe(group.number, group.task.row_index, rewards_of(group.in_order))
         closed = close_group(
             group.number,
             group.in_order,
             min_episodes=state.flow_config.min_episodes,
+            filters=state.flow_config.filters,
+            context=self._context,
         )
-        if not isinstance(closed, str):
+        if not closed.reason:
             self._failed_in_a_row = 0
-            state.flow.scored(closed)
+            self._drought.kept()
+            self._set_aside(closed)
+            state.flow.scored(closed.group)
             return
-        state.flow.drop(group.number, closed)
+        state.flow.drop(group.number, closed.reason)
+        if closed.dropped_by is None:
+            self._stop_if_all_fail()
+            return
+        self._failed_in_a_row = 0
+        self._drought.dropped(closed.reason, closed.dropped_by, rewards_of(closed.group.counted))
+        if self._drought.length == max(2, self._drought.most // 2):
+            state.warn(f"{self._drought.in_words()}; after {self._drought.most} in a row the run ends")
+
+    def _set_aside(self, closed: Closed) -> None:
+        """Tell the ledger which episodes of a group that is kept are not trained."""
+        fates = dict.fromkeys((episode.status, episode.cause) for episode in closed.changed)
+        for status, reason in fates:
+            places = [e.key.place for e in closed.changed if (e.status, e.cause) == (status, reason)]
+            self._state.flow.drop_episodes(closed.group.number, places, status=status, reason=reason)
+            self._state.tally.set_aside[reason] += len(places)
+
+    def _stop_if_all_fail(self) -> None:
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= state.flow_config.max_failed_groups:
+        if self._failed_in_a_row >= self._state.flow_config.max_failed_groups:
             raise EnvError(
                 f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
                 f"{self._last_cause}",
-                remedy="mend the reward function (or raise flow.max_failed_groups), then --resume",
+                remedy="mend the environment or the reward function (or raise flow.max_failed_groups), then --resume",
             )

@@ -1,6 +1,10 @@
 """What a ledger records, and what it can prove.
 
 Everything is an operation, and each operation is one transaction: after a crash it is there whole or not at all.
+
+A token counts as submitted from the moment it is recorded: with its episode when that ends, or before, in a part of a
+running turn. A token that nobody has recorded when everything dies was never submitted; how many that can be for each
+running sequence is what ``flow.record_tokens`` bounds.
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.types.episode import Episode
+from headrace.types.episode import Episode, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 
 
@@ -38,10 +42,33 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """Running turns of unfinished episodes have grown. Parts of one turn come in the order they were sampled."""
+
+    parts: tuple[TurnPart, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpisode:
-    """An episode has ended, with everything it holds."""
+    """An episode has ended, with everything it holds: it takes the place of the parts of its turns. Tokens of parts
+    that it does not hold were ``discarded``."""
 
     episode: Episode
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropEpisodes:
+    """Episodes of a group that goes on are judged anew, all of them alike."""
+
+    number: int
+    """Of the group."""
+    places: tuple[int, ...]
+    """Theirs in it; each of them has ended."""
+    status: EpisodeStatus
+    reason: str
+    """Why they are not trained; empty for episodes that are."""
     at_s: float
 
 
@@ -78,7 +105,7 @@ class Note:
     at_s: float
 
 
-Operation = Submit | Move | EndEpisode | EndStep | CommitVersion | Note
+Operation = Submit | Move | Stream | EndEpisode | DropEpisodes | EndStep | CommitVersion | Note
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,6 +150,14 @@ class RecalledGroup:
     """The step that took it and is to take it again; ``None`` where none did."""
     episodes: tuple[Episode, ...]
     """Those that have ended."""
+    begun: tuple[TurnPart, ...] = ()
+    """What is recorded of the turns of those that have not: one part for each turn."""
+
+    def kept_version(self) -> int | None:
+        """No token that it keeps is older; ``None`` where it keeps none."""
+        scored = (episode.versions() for episode in self.episodes if episode.status is EpisodeStatus.SCORED)
+        parts = (part.tokens.versions() for part in self.begun)
+        return min((found[0] for found in (*scored, *parts) if found is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +173,29 @@ class Recalled:
     """What the weights of versions newer than the checkpoint hashed to."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One group, and how it did."""
+
+    number: int
+    row: int
+    oldest_version: int
+    closed: bool
+    """Whether nothing more will come of it."""
+    rewards: tuple[float, ...]
+    """Of its episodes that have one, by place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Sampled tokens of each episode, ascending: where the two differ, training prefers some lengths to others."""
+
+    submitted: tuple[int, ...]
+    """Of every episode that has ended."""
+    trained: tuple[int, ...]
+    """Of those that were trained."""
+
+
 class Ledger(Protocol):
     """Where the operations are kept."""
 
@@ -149,12 +207,41 @@ class Ledger(Protocol):
         """Roll back to a checkpoint at ``step`` and return what is to go on.
 
         Groups of later steps become READY again and remember their step, so that each is trained again in the same
-        batch; groups that were running become SUBMITTED and keep the episodes that had ended.
+        batch; groups that were running become SUBMITTED and keep the episodes that had ended, and what is recorded of
+        the others.
         """
         ...
 
+    def episodes(self, number: int) -> list[Episode]:
+        """The episodes of one group that have ended, in order."""
+        ...
+
     def conservation(self) -> Conservation:
-        """Count everything."""
+        """Count everything, as of one moment."""
+        ...
+
+    def ages(self) -> dict[int, int]:
+        """Tokens trained at each age, by age."""
+        ...
+
+    def lengths(self) -> Lengths:
+        """How long the episodes were that ended, and those that were trained."""
+        ...
+
+    def attempts(self, first: int) -> list[Attempt]:
+        """The groups from number ``first`` on, in order."""
+        ...
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        """The groups of every step that was trained, in order."""
+        ...
+
+    def checksums(self) -> dict[int, str]:
+        """What the weights of every committed version hashed to."""
+        ...
+
+    def notes(self) -> list[tuple[str, str, float]]:
+        """Kind, detail and time of every note, oldest first."""
         ...
 
     def persist(self) -> None:

@@ -7,54 +7,67 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger.base import (
+    Attempt,
     CommitVersion,
     Conservation,
+    DropEpisodes,
     EndEpisode,
     EndStep,
-    Fates,
+    Lengths,
     Move,
     Note,
     Operation,
     Recalled,
     RecalledGroup,
+    Stream,
     Submit,
 )
-from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.flow.ledger.books import UNFINISHED, Books
+from headrace.flow.ledger.migrate import migrate
+from headrace.flow.ledger.turns import decode_turns, encode_part, encode_turns, join_parts
+from headrace.flow.ledger.upkeep import LogCopier
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 
-SCHEMA_VERSION = 1
+T = TypeVar("T")
+
+IN_MEMORY = ":memory:"
+UNNAMED = ""
+"""The path of a file that nobody else sees and that is gone when it is closed."""
 CLOSE_S = 1.0
 """How long the end waits for whoever is at it."""
-
-_IN_FLIGHT = tuple(state.value for state in GroupState if state.in_flight)
-_TRAINED = (GroupState.TRAINED.value, GroupState.RELEASED.value)
-_UNFINISHED = (GroupState.ADMITTED.value, GroupState.RUNNING.value, GroupState.SCORED.value)
+COPY_BYTES = 4 << 20
+"""The log is copied into the database each time it has grown by about this much."""
+_TRANSACTION_BYTES = 16 << 10
+"""About what the log grows by with each transaction, beside what it holds."""
 
 
 class SqliteLedger:
-    """A ledger at ``path`` (``":memory:"`` for one that ends with the process).
+    """A ledger at ``path`` (:data:`IN_MEMORY` or :data:`UNNAMED` for one that ends with the process).
 
     ``group_size`` and ``groups_per_step`` are written down with a new ledger; one that was begun with others is
-    refused, because its groups could not be told from this run's.
+    refused, because its groups could not be told from this run's. ``checked`` reads an existing file from end to end
+    before it is used: damage is found now and not at the step that comes upon it.
     """
 
-    def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int) -> None:
+    def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int, checked: bool = False) -> None:
         self._path = path
-        self._group_size = group_size
         self._one_at_a_time = threading.RLock()  # a writer's thread records while another counts
+        self._uncopied_bytes = 0
+        self._copier: LogCopier | None = None
         self._write: dict[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Move: self._move,
+            Stream: self._stream,
             EndEpisode: self._end_episode,
+            DropEpisodes: self._drop_episodes,
             EndStep: self._end_step,
             CommitVersion: self._commit_version,
             Note: self._note,
@@ -62,12 +75,16 @@ class SqliteLedger:
         with self._explained("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
+                if checked:
+                    self._check_pages()
+                self._db.execute("PRAGMA synchronous=OFF")  # a new file has nothing to lose yet
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
-                self._prepare({"group_size": str(group_size), "groups_per_step": str(groups_per_step)})
+                self._prepare({"group_size": group_size, "groups_per_step": groups_per_step})
             except BaseException:
                 self._db.close()
                 raise
+        self._books = Books(self._db, group_size)
 
     @classmethod
     def open(cls, path: Path) -> SqliteLedger:
@@ -77,15 +94,20 @@ class SqliteLedger:
         try:
             with closing(sqlite3.connect(path)) as db:
                 meta = dict(db.execute("SELECT key, value FROM meta"))
-            return cls(path, group_size=int(meta["group_size"]), groups_per_step=int(meta["groups_per_step"]))
+            group_size, groups_per_step = int(meta["group_size"]), int(meta["groups_per_step"])
         except (sqlite3.Error, KeyError, ValueError) as error:
             raise LedgerError(
                 f"{path} is not a ledger: {error}", remedy="restore the file, or start a new run directory"
             ) from None
+        return cls(path, group_size=group_size, groups_per_step=groups_per_step)
 
     def apply(self, operation: Operation) -> None:
-        with self._explained("written"), self._transaction():
-            self._write[type(operation)](operation)
+        with self._explained("written"):
+            with self._transaction():
+                self._write[type(operation)](operation)
+            self._uncopied_bytes += _TRANSACTION_BYTES
+            if self._uncopied_bytes >= COPY_BYTES:
+                self._copy_log()
 
     def _submit(self, op: Submit) -> None:
         self._db.executemany(
@@ -100,24 +122,56 @@ class SqliteLedger:
             [(op.state, op.reason, op.oldest_version, op.step, op.at_s, number) for number in op.numbers],
         )
 
+    def _stream(self, op: Stream) -> None:
+        for part in op.parts:
+            if part.lost:
+                self._lose(part.key, part.lost, turn=part.turn)
+            if not len(part.tokens) and part.stop_reason is None:
+                continue
+            blob = encode_part(part)
+            self._uncopied_bytes += len(blob)
+            self._db.execute(
+                "INSERT INTO parts (group_number, position, turn, prompt, sampled_tokens, tokens)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (*part.key, part.turn, part.prompt, len(part.tokens), blob),
+            )
+
+    def _lose(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
+        """The parts of an episode, or of one of its turns, are void; all but ``kept`` of their tokens with them."""
+        those = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
+        at = (*key, turn)
+        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {those}", at).fetchone()
+        if tokens is None:
+            return
+        self._db.execute(f"DELETE FROM parts {those}", at)
+        if tokens > kept:
+            self._db.execute(
+                "INSERT INTO lost_tokens VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+                (reason, tokens - kept),
+            )
+
     def _end_episode(self, op: EndEpisode) -> None:
         episode = op.episode
         oldest, newest = episode.versions() or (None, None)
+        num_sampled, blob = episode.num_sampled, encode_turns(episode.turns)
+        self._uncopied_bytes += len(blob)
+        self._lose(episode.key, "discarded", kept=num_sampled)
         self._db.execute(
-            "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                episode.key.group,
-                episode.key.place,
-                episode.status,
-                episode.cause,
-                episode.reward,
-                episode.num_sampled,
-                oldest,
-                newest,
-                encode_turns(episode.turns),
-                op.at_s,
+                *episode.key, episode.status, episode.cause, episode.reward, num_sampled, oldest, newest, op.at_s
             ),
-        )
+        )  # fmt: skip
+        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", (*episode.key, blob))
+
+    def _drop_episodes(self, op: DropEpisodes) -> None:
+        for place in op.places:
+            changed = self._db.execute(
+                "UPDATE episodes SET status = ?, cause = ? WHERE group_number = ? AND position = ?",
+                (op.status, op.reason, op.number, place),
+            )
+            if changed.rowcount != 1:
+                raise sqlite3.IntegrityError(f"episode {EpisodeKey(op.number, place)} has not ended")
 
     def _end_step(self, op: EndStep) -> None:
         self._db.execute(
@@ -139,10 +193,7 @@ class SqliteLedger:
                 "UPDATE groups SET state = ? WHERE step >= ? AND state != ?",
                 (GroupState.READY, step, GroupState.DROPPED),
             )
-            self._db.execute(
-                f"UPDATE groups SET state = ? WHERE state IN ({_marks(_UNFINISHED)})",
-                (GroupState.SUBMITTED, *_UNFINISHED),
-            )
+            self._db.execute(f"UPDATE groups SET state = ? WHERE {UNFINISHED}", (GroupState.SUBMITTED,))
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED)
             )  # its step is in the checkpoint
@@ -152,106 +203,76 @@ class SqliteLedger:
                 "SELECT number, row, state, oldest_version, step FROM groups WHERE state IN (?, ?) ORDER BY number",
                 (GroupState.SUBMITTED, GroupState.READY),
             ).fetchall()
+            groups = self._books.groups()
             return Recalled(
-                num_submitted=self._count("SELECT count(*) FROM groups"),
-                dropped=self._tally("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"),
-                num_released=self._count("SELECT count(*) FROM groups WHERE state = 'released'"),
+                num_submitted=groups.submitted,
+                dropped=groups.dropped,
+                num_released=groups.trained,
                 groups=tuple(
                     RecalledGroup(
                         number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken,
-                        episodes=tuple(self.episodes(number)),
+                        episodes=tuple(self.episodes(number)), begun=tuple(self._begun(number)),
                     )
                     for number, row, state, oldest, taken in rows
                 ),
-                checksums=dict(
-                    self._db.execute("SELECT version, checksum FROM versions WHERE version >= ?", (step,)).fetchall()
-                ),
+                checksums={version: checksum for version, checksum in self.checksums().items() if version >= step},
             )  # fmt: skip
 
     def episodes(self, number: int) -> list[Episode]:
-        """The episodes of one group that have ended, in order."""
+        with self._explained("read"):
+            rows = self._db.execute(
+                "SELECT position, status, cause, reward, turns FROM episodes JOIN turns USING (group_number, position)"
+                " WHERE group_number = ? ORDER BY position",
+                (number,),
+            )
+            return [
+                Episode(
+                    key=EpisodeKey(number, position),
+                    turns=decode_turns(turns),
+                    status=EpisodeStatus(status),
+                    reward=reward,
+                    cause=cause,
+                )
+                for position, status, cause, reward, turns in rows
+            ]
+
+    def _begun(self, number: int) -> list[TurnPart]:
         rows = self._db.execute(
-            "SELECT position, status, cause, reward, turns FROM episodes WHERE group_number = ? ORDER BY position",
+            "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),
         )
+        spans: dict[tuple[int, int, str], list[bytes]] = {}
+        for position, turn, prompt, tokens in rows:
+            spans.setdefault((position, turn, prompt), []).append(tokens)
         return [
-            Episode(
-                key=EpisodeKey(number, position),
-                turns=decode_turns(turns),
-                status=EpisodeStatus(status),
-                reward=reward,
-                cause=cause,
-            )
-            for position, status, cause, reward, turns in rows
+            join_parts(EpisodeKey(number, position), turn, prompt, blobs)
+            for (position, turn, prompt), blobs in spans.items()
         ]
 
     def conservation(self) -> Conservation:
-        with self._explained("read"), self._transaction("DEFERRED"):  # one moment, whoever writes meanwhile
-            return Conservation(groups=self._groups(), episodes=self._episodes(), tokens=self._tokens())
+        return self._read(self._books.conservation)
 
     def ages(self) -> dict[int, int]:
-        """Tokens trained at each age."""
-        total: dict[int, int] = {}
-        with self._explained("read"):
-            rows = self._db.execute("SELECT ages FROM steps").fetchall()
-        for (ages,) in rows:
-            for age, tokens in json.loads(ages).items():
-                total[int(age)] = total.get(int(age), 0) + tokens
-        return dict(sorted(total.items()))
+        return self._read(self._books.ages)
+
+    def lengths(self) -> Lengths:
+        return self._read(self._books.lengths)
+
+    def attempts(self, first: int) -> list[Attempt]:
+        return self._read(lambda: self._books.attempts(first))
+
+    def steps(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        query = "SELECT step, number FROM steps JOIN groups USING (step) ORDER BY step, number"
+        for step, number in self._rows(query):
+            found[step] = (*found.get(step, ()), number)
+        return found
+
+    def checksums(self) -> dict[int, str]:
+        return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
 
     def notes(self) -> list[tuple[str, str, float]]:
-        """Kind, detail and time of every note, oldest first."""
-        with self._explained("read"):
-            return self._db.execute("SELECT kind, detail, at_s FROM notes ORDER BY id").fetchall()
-
-    def _groups(self) -> Fates:
-        return Fates(
-            submitted=self._count("SELECT count(*) FROM groups"),
-            trained=self._count(f"SELECT count(*) FROM groups WHERE state IN ({_marks(_TRAINED)})", _TRAINED),
-            dropped=self._tally("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"),
-            in_flight=self._count(f"SELECT count(*) FROM groups WHERE state IN ({_marks(_IN_FLIGHT)})", _IN_FLIGHT),
-        )
-
-    def _episodes(self) -> Fates:
-        """Ended ones are counted by their rows; the others of a group stand or fall with it."""
-        joined = "FROM episodes JOIN groups ON number = group_number"
-        size = self._group_size
-        failed = self._tally(f"SELECT {_REASON}, count(*) {joined} WHERE status = 'failed' GROUP BY 1")
-        fallen = self._tally(
-            f"SELECT reason, count(*) * {size} - (SELECT count(*) {joined} WHERE status = 'failed'"
-            " AND state = 'dropped' AND reason = g.reason) FROM groups g WHERE state = 'dropped' GROUP BY reason"
-        )
-        in_flight = f"state IN ({_marks(_IN_FLIGHT)})"
-        return Fates(
-            submitted=size * self._count("SELECT count(*) FROM groups"),
-            trained=self._count(
-                f"SELECT count(*) {joined} WHERE status = 'scored' AND state IN ({_marks(_TRAINED)})", _TRAINED
-            ),
-            dropped=_add(failed, fallen),
-            in_flight=size * self._count(f"SELECT count(*) FROM groups WHERE {in_flight}", _IN_FLIGHT)
-            - self._count(f"SELECT count(*) {joined} WHERE status = 'failed' AND {in_flight}", _IN_FLIGHT),
-        )
-
-    def _tokens(self) -> Fates:
-        """Tokens of episodes that have ended; those of running sequences are the engine's until then."""
-        joined = "FROM episodes JOIN groups ON number = group_number"
-        failed = self._tally(f"SELECT {_REASON}, sum(sampled_tokens) {joined} WHERE status = 'failed' GROUP BY 1")
-        fallen = self._tally(
-            f"SELECT reason, sum(sampled_tokens) {joined} WHERE status = 'scored' AND state = 'dropped' GROUP BY reason"
-        )
-        unusable: dict[str, int] = {}
-        for (dropped,) in self._db.execute("SELECT dropped_tokens FROM steps"):
-            unusable = _add(unusable, json.loads(dropped))
-        return Fates(
-            submitted=self._count("SELECT coalesce(sum(sampled_tokens), 0) FROM episodes"),
-            trained=self._count("SELECT coalesce(sum(trained_tokens), 0) FROM steps"),
-            dropped=_add(failed, fallen, unusable),
-            in_flight=self._count(
-                f"SELECT coalesce(sum(sampled_tokens), 0) {joined} WHERE status = 'scored'"
-                f" AND state IN ({_marks(_IN_FLIGHT)})",
-                _IN_FLIGHT,
-            ),
-        )
+        return self._rows("SELECT kind, detail, at_s FROM notes ORDER BY id")
 
     def persist(self) -> None:
         with self._explained("flushed"):
@@ -259,30 +280,53 @@ class SqliteLedger:
 
     def close(self) -> None:
         if self._one_at_a_time.acquire(timeout=CLOSE_S):
+            if self._copier is not None:
+                self._copier.close()
             self._db.close()
             self._one_at_a_time.release()
         # else a thread of a writer hangs in it: the end of the process closes it
 
-    def _count(self, query: str, values: tuple[str, ...] = ()) -> int:
-        return int(self._db.execute(query, values).fetchone()[0])
+    def _copy_log(self) -> None:
+        self._uncopied_bytes = 0
+        if isinstance(self._path, str):
+            return  # there is no log
+        if self._copier is None:
+            self._db.execute("PRAGMA wal_autocheckpoint=0")
+            self._copier = LogCopier(self._path)
+        self._copier.tell()
 
-    def _tally(self, query: str) -> dict[str, int]:
-        return {reason: count for reason, count in self._db.execute(query) if count}
+    def _read(self, figure: Callable[[], T]) -> T:
+        with self._explained("read"), self._transaction("DEFERRED"):  # one moment, whoever writes meanwhile
+            return figure()
 
-    def _prepare(self, expected: dict[str, str]) -> None:
-        (found,) = self._db.execute("PRAGMA user_version").fetchone()
-        if found == 0:
-            schema = files(__package__).joinpath("schema.sql").read_text(encoding="utf-8")
-            meta = "".join(f"INSERT INTO meta VALUES ('{key}', '{value}');" for key, value in expected.items())
-            self._db.executescript(f"BEGIN; {schema} {meta} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-            return
-        if found != SCHEMA_VERSION:
+    def _rows(self, query: str) -> list[Any]:
+        with self._explained("read"):
+            return self._db.execute(query).fetchall()
+
+    def _check_pages(self) -> None:
+        try:
+            found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA quick_check(3)")]
+        except sqlite3.DatabaseError as error:
+            found = [str(error)]
+        if found != ["ok"]:
             raise LedgerError(
-                f"{self._path} has ledger format {found}, this program writes {SCHEMA_VERSION}",
-                remedy="use the version of headrace that wrote it, or start a new run directory",
+                f"the ledger {self._path} is damaged ({'; '.join(found)}), and its write-ahead log does not mend it; "
+                f"{self._last_step()}",
+                remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
             )
+
+    def _last_step(self) -> str:
+        try:
+            (step,) = self._db.execute("SELECT max(step) FROM steps").fetchone()
+        except sqlite3.DatabaseError:
+            return "not even its steps can be read"
+        return "it holds no step" if step is None else f"the last step that can be read is {step}"
+
+    def _prepare(self, expected: dict[str, int]) -> None:
+        migrate(self._db, str(self._path))
+        self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", expected.items())
         for key, value in self._db.execute("SELECT key, value FROM meta").fetchall():
-            if expected.get(key, value) != value:
+            if str(expected.get(key, value)) != value:
                 raise LedgerError(
                     f"flow.{key}={expected[key]}, but the run at {self._path} was begun with {value}",
                     remedy=f"set flow.{key}={value} to resume it, or start a new run directory",
@@ -309,18 +353,3 @@ class SqliteLedger:
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",
             ) from error
-
-
-_REASON = "CASE WHEN instr(cause, ':') > 0 THEN substr(cause, 1, instr(cause, ':') - 1) ELSE cause END"
-
-
-def _marks(values: tuple[str, ...]) -> str:
-    return ", ".join("?" * len(values))
-
-
-def _add(*tallies: dict[str, int]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for tally in tallies:
-        for reason, count in tally.items():
-            total[reason] = total.get(reason, 0) + count
-    return total

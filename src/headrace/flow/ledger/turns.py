@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.types.episode import StopReason, Turn
+from headrace.types.episode import EpisodeKey, StopReason, Turn, TurnPart
 from headrace.types.messages.codec import Codec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
@@ -22,6 +22,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     kept: KeptSets | None = None
     routing: Routing | None = None
     context_routing: Routing | None = None
+    failed: bool = False
 
 
 _CODEC = Codec(list[_Turn])
@@ -41,6 +42,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 kept=turn.tokens.kept,
                 routing=turn.tokens.routing,
                 context_routing=turn.context_routing,
+                failed=turn.failed,
             )
             for turn in turns
         ]
@@ -62,6 +64,29 @@ def decode_turns(data: bytes) -> list[Turn]:
             parent=turn.parent,
             stop_reason=turn.stop_reason,
             context_routing=turn.context_routing,
+            failed=turn.failed,
         )
         for turn in _CODEC.decode(data)
     ]
+
+
+def encode_part(part: TurnPart) -> bytes:
+    """The bytes that the ledger keeps of a part of a running turn."""
+    turn = Turn(
+        author="", tokens=part.tokens, stop_reason=part.stop_reason, context_routing=part.context_routing
+    )  # fmt: skip
+    return encode_turns([turn])
+
+
+def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) -> TurnPart:
+    """All that is recorded of a turn, as one part."""
+    found = [span for data in parts for span in decode_turns(data)]
+    routings = (span.context_routing for span in found if span.context_routing is not None)
+    return TurnPart(
+        key=key,
+        turn=turn,
+        prompt=prompt,
+        tokens=Tokens.concat([span.tokens for span in found]),
+        stop_reason=found[-1].stop_reason,
+        context_routing=next(routings, None),
+    )

@@ -1,18 +1,32 @@
-"""Staleness policies: when a group may start, and which groups make the next batch."""
+"""Staleness policies: when a group may start, which groups make the next batch, and which leave untrained. A new one is
+a file here and a row of ``AnyPolicy``."""
 
-from headrace.flow.config import FlowConfig
-from headrace.flow.policies.base import Selection, StalenessPolicy
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
 from headrace.flow.policies.bounded import Bounded
+from headrace.flow.policies.one_ahead import OneAhead
+from headrace.flow.policies.synchronous import Synchronous
+from headrace.flow.policies.unbounded import Unbounded
+from headrace.flow.policies.windowed import Windowed
 
-__all__ = ["Bounded", "Selection", "StalenessPolicy", "make_policy"]
+AnyPolicy = Bounded | Synchronous | OneAhead | Windowed | Unbounded
+PolicyConfig = Annotated[AnyPolicy, Field(discriminator="kind")]
 
-
-def make_policy(config: FlowConfig) -> StalenessPolicy:
-    """The policy that ``config`` describes."""
-    return Bounded(
-        batch_size=config.groups_per_step,
-        max_age=config.max_age,
-        lead=config.effective_lead,
-        capacity=config.capacity,
-        strict=config.order == "strict",
-    )
+__all__ = [
+    "DISPLACED",
+    "STALE",
+    "AnyPolicy",
+    "Bounded",
+    "OneAhead",
+    "PolicyConfig",
+    "Selection",
+    "StalenessPolicy",
+    "Synchronous",
+    "Unbounded",
+    "Windowed",
+]

@@ -63,6 +63,12 @@ class EngineClient(Peer):
             if not ended and self._closed is None:
                 self.send(Abort(request_ids=(request_id,)))
 
+    @property
+    def weights_addresses(self) -> tuple[str, ...]:
+        """Where a learner can send weights to; none where the engine fetches them. Known when it is ready."""
+        address = str(self.ready.result().facts.get("weights_address", ""))
+        return (address,) if address else ()
+
     async def stage(self, update: WeightUpdate) -> float:
         call = self.next_call()
         staged = self.expect(call, Staged)

@@ -11,7 +11,7 @@ from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import LogprobsAre, Published, Saved, SnapshotTaken, StepReport, Trained
-from headrace.types.messages.learner import Logprobs, Publish, Save, Train
+from headrace.types.messages.learner import Logprobs, Publish, Resend, Save, Train
 from headrace.types.tokens import FloatColumn
 from headrace.types.trace import Span
 from headrace.types.weights import WeightUpdate
@@ -35,6 +35,8 @@ class LearnerClient(Peer):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
+        self.receivers: tuple[str, ...] = ()
+        """Where the engines take weights, for transports that send to somebody."""
         self.version = -1
         """The newest version that it has taken a snapshot of."""
 
@@ -54,7 +56,7 @@ class LearnerClient(Peer):
         call = self.next_call()
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
-        self.send(Publish(call=call, version=version, slot=slot))
+        self.send(Publish(call=call, version=version, slot=slot, to=self.receivers))
         try:  # the order waits behind the step that is running
             answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
         except BaseException:
@@ -67,6 +69,12 @@ class LearnerClient(Peer):
         version = publication.version
         announced = self._announced.pop(version)
         return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
+
+    async def resend(self, publication: Publication) -> WeightUpdate:
+        call, version = self.next_call(), publication.version
+        announced = self.expect(call, Published)
+        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.receivers))
+        return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
         call = self.next_call()

@@ -18,13 +18,20 @@ from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.native import NativeEngine
 from headrace.environ import run_token
 from headrace.errors import ConfigError, HeadraceError, ModelError, RequestError
+from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
-from headrace.launch.heap import settled_heap
-from headrace.launch.starts import EngineStart
+from headrace.launch.hosts.facts import machine_facts
+from headrace.launch.hosts.interleaving import Gate, Names, Scribe
+from headrace.launch.interleaving import read_interleaving
+from headrace.launch.starts import EngineStart, Repeated
 from headrace.models.config import ModelConfig
+from headrace.models.devices import use
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.weights import weight_tensors
-from headrace.sync.shm import ShmPublisher, ShmReceiver
+from headrace.rollout.runner import episode_seed
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher, make_receiver
+from headrace.types.episode import EpisodeKey
 from headrace.types.messages.controller import (
     Chunk,
     Chunks,
@@ -58,15 +65,18 @@ REPORT_S = 0.25
 def run_engine(start: EngineStart, channel: PartChannel) -> None:
     """Load, report, serve until told to shut down."""
     torch.set_num_threads(start.num_threads)
-    model = load_model(ModelConfig.model_validate(start.model))
-    tensors = weight_tensors(model)
     config = EngineConfig.model_validate(start.engine)
+    device = use("engine.device", config.device)
+    model = load_model(ModelConfig.model_validate(start.model), str(device))
+    tensors = weight_tensors(model)
+    route = Route(address=start.serve_own_weights) if start.serve_own_weights else start.route
+    receiver = make_receiver(route, tensors, run_token())
     try:
         core = NativeEngine(
             model,
             config,
             max_context=start.max_context,
-            receiver=ShmReceiver(tensors),
+            receiver=receiver,
             clock=RealClock(),
             decode=_decoder(start.model["path"]),
         )
@@ -77,24 +87,35 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
             remedy="lower engine.max_sequences or engine.max_context",
         ) from None
     if start.serve_own_weights:
-        publisher = ShmPublisher(Path(start.serve_own_weights), tensors)
+        publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
         core.commit(0)
         core.take_swaps()
         publisher.close()
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"threads": start.num_threads, **core.facts()}))
+    facts = {"device": str(device), "weights_address": receiver.address, **machine_facts(start.num_threads)}
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **core.facts()}))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
-        EngineHost(core, channel, stager).serve()
+        EngineHost(core, channel, stager, *_interleaving(start)).serve()
 
 
 class EngineHost:
     """Drives one engine core from one channel."""
 
-    def __init__(self, core: EngineCore, channel: PartChannel, stager: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        channel: PartChannel,
+        stager: ThreadPoolExecutor,
+        scribe: Scribe | None = None,
+        gate: Gate | None = None,
+    ) -> None:
         self._core = core
         self._channel = channel
         self._stager = stager
+        self._scribe = scribe
+        self._gate = gate
+        self._steps = 0
         self._clock = RealClock()
         self._commits: dict[int, int] = {}
         """The call that asked for each version that is not in use yet."""
@@ -105,17 +126,38 @@ class EngineHost:
         """Orders, step, report, again; returns when told to shut down."""
         while True:
             chunks: list[Chunk] = []
-            working = self._core.has_work()
-            for message in self._channel.receive(0 if working else IDLE_S):
+            for message in self._receive():
                 if isinstance(message, Shutdown):
                     return
                 chunks += self._obey(message)
-            if self._core.has_work():
+            if self._may_step():
                 if self._busy_since is None:
                     self._busy_since = self._clock.now()
                 chunks += self._core.step()
+                self._steps += 1
+            elif self._gate is not None:
+                self._gate.refuse_idleness(self._steps)
+            if self._scribe is not None:
+                self._scribe.ended(chunks)
             self._report(chunks)
             self._answer_commits()
+
+    def _receive(self) -> list[Message]:
+        """What the engine is told now; waits a while for it where there is nothing to do."""
+        idle = not self._core.has_work()
+        if self._gate is not None and self._gate.holds(self._steps):
+            idle = self._gate.lacks(self._steps)
+        messages: list[Message] = self._channel.receive(IDLE_S if idle else 0)
+        if self._gate is not None:
+            messages = self._gate.release(messages, self._steps)
+        if self._scribe is not None:
+            self._scribe.write(messages, self._steps)
+        return messages
+
+    def _may_step(self) -> bool:
+        if self._gate is None:
+            return self._core.has_work()
+        return not self._gate.holds(self._steps) and self._core.has_work()
 
     def _obey(self, message: Message) -> list[Chunk]:
         match message:
@@ -202,6 +244,34 @@ class EngineHost:
             self._busy_since = None if idle else time_s
             self._reported_s = time_s
         self._channel.send(Chunks(chunks=tuple(chunks), stats=self._core.stats(), spans=spans))
+
+
+def _interleaving(start: EngineStart) -> tuple[Scribe | None, Gate | None]:
+    """Who writes down what the engine is told, and who holds it back in a replay."""
+    if not start.interleaving:
+        return None, None
+    names = Names()
+    scribe = Scribe(Path(start.interleaving), names)
+    if start.repeats is None:
+        return scribe, None
+    repeats = start.repeats
+    gate = Gate(
+        read_interleaving(Path(repeats.interleaving)),
+        names,
+        RealClock(),
+        deadline_s=repeats.deadline_s,
+        whose=lambda seed: _whose(seed, repeats),
+    )
+    return scribe, gate
+
+
+def _whose(seed: int, run: Repeated) -> str:
+    """The request of that seed, in words. Tried one after the other: asked for only where a replay has failed."""
+    for group in range(run.num_groups):
+        for place in range(run.group_size):
+            if episode_seed(run.seed, EpisodeKey(group, place)) == seed:
+                return f"group {group} episode {place}"
+    return f"the request of seed {seed}"
 
 
 def _failure(call: int, error: HeadraceError) -> Failure:

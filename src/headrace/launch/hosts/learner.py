@@ -23,23 +23,27 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.environ import run_token
-from headrace.errors import ComponentDied, HeadraceError, WeightsError
+from headrace.errors import ComponentDied, HeadraceError, RankLost, WeightsError
+from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
-from headrace.launch.heap import settled_heap
 from headrace.launch.hosts import LOST
+from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.starts import LearnerStart
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.parallel.load import load_for
-from headrace.learner.parallel.mesh import Alone, AnyRanks, RankLost, Ranks, joined, named_loss
+from headrace.learner.parallel.mesh import Alone, AnyRanks, Ranks, joined, named_loss
 from headrace.learner.parallel.shards import wholes
 from headrace.models.config import ModelConfig
+from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
+from headrace.sync.config import Route
 from headrace.sync.manifest import plan
-from headrace.sync.shm import ShmPublisher
+from headrace.sync.publisher import Publisher
+from headrace.sync.transports import make_publisher
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.controller import Failure, LogprobsAre, Published, Ready, Saved, SnapshotTaken, Trained
-from headrace.types.messages.learner import Logprobs, Message, Publish, Save, Shutdown, Train
+from headrace.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Shutdown, Train
 from headrace.types.trace import Span
 
 WAIT_S = 60.0
@@ -50,7 +54,8 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     """Load, report, serve until told to shut down."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
-    with joined(config.parallel, start.place, torch.device("cpu"), start.rendezvous) as ranks:
+    device = use("learner.device", config.device)
+    with joined(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
             with named_loss(start.rank):
                 _run(start, config, Line(channel, ranks))
@@ -72,9 +77,10 @@ def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
     core = LearnerCore(model, config, objective, context, line.ranks)
     if start.snapshot:
         core.restore(Path(start.snapshot), weights=start.model["path"] != start.snapshot)
-    weights = Weights(model, Path(start.weights_path), line.ranks)
+    weights = Weights(model, start.route, line.ranks)
     facts: dict[str, str | int | float] = {
-        "threads": start.num_threads,
+        **machine_facts(start.num_threads),
+        "device": str(line.ranks.device),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "weights_bytes": plan(weight_tensors(model)).total_bytes,
     }
@@ -118,12 +124,12 @@ class Line:
 
 
 class Weights:
-    """The buffers in shared memory, filled with what lies on all ranks. All of them must call :meth:`copy`."""
+    """The buffers, filled with what lies on all ranks. All of them must call :meth:`copy`."""
 
-    def __init__(self, model: PreTrainedModel, path: Path, ranks: AnyRanks) -> None:
+    def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
         self._tensors = weight_tensors(model)
         self._whole = isinstance(ranks, Alone)
-        self.publisher = ShmPublisher(path, self._tensors) if ranks.leads else None
+        self.publisher = make_publisher(route, self._tensors, run_token()) if ranks.leads else None
 
     def copy(self, slot: int) -> None:
         """Into ``slot``."""
@@ -168,6 +174,8 @@ class LearnerHost:
                 self._line.say(LogprobsAre(call=call, logprobs_N=self._core.logprobs(batch)))
             case Publish():
                 self._publish(message)
+            case Resend():
+                self._announce_soon(message)
             case Save(call=call, directory=directory):
                 start_s = self._clock.now()
                 self._core.save(Path(directory))
@@ -180,13 +188,17 @@ class LearnerHost:
         end_s = self._clock.now()
         span = Span(lane="learner", name="snapshot", start_s=start_s, end_s=end_s, step=message.version)
         self._line.say(SnapshotTaken(call=message.call, seconds=end_s - start_s, spans=(span,)))
+        self._announce_soon(message)
+
+    def _announce_soon(self, message: Publish | Resend) -> None:
         if self._weights.publisher is not None:
             announce = partial(self._announce, message, self._weights.publisher)
             self._announcer.submit(self._answer, message.call, announce)
 
-    def _announce(self, message: Publish, publisher: ShmPublisher) -> None:
+    def _announce(self, message: Publish | Resend, publisher: Publisher) -> None:
+        again = isinstance(message, Resend)
         try:
-            update = publisher.announce(message.version, message.slot)
+            update = (publisher.resend if again else publisher.announce)(message.version, message.slot, message.to)
         except HeadraceError:
             raise
         except Exception as error:  # the edge of a thread: whoever waits for it must hear of it

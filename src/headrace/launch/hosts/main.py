@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError
+from headrace.heap import growing_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import SPOKE
 from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart, read_start
@@ -28,7 +29,8 @@ def main(directory: Path, part: str, lifeline: int) -> int:
     """Be the part that ``directory``/``part``.json describes, until told to shut down; the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
     _die_with_controller(lifeline)
-    receives, run = _role(directory / f"{part}.json")
+    with growing_heap():
+        receives, run = _role(directory / f"{part}.json")
     channel = PartChannel(directory, part, receives)
     try:
         run(channel)

@@ -51,6 +51,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Continue another sequence instead of beginning from a prompt; ``None`` for a prompt."""
     pinned: bool = False
     """Go on under the weights it began with, whatever is committed meanwhile."""
+    answer_ids_T: IntColumn | None = None
+    """What it has sampled before and its reader has: it goes on behind that; ``None`` for one that begins."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):

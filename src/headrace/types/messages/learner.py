@@ -27,6 +27,17 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
     version: int
     slot: int
+    to: tuple[str, ...] = ()
+    """Where the engines take it, for transports that send to somebody."""
+
+
+class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Announce a snapshot once more, whole: an engine could not use it as it came."""
+
+    call: int
+    version: int
+    slot: int
+    to: tuple[str, ...] = ()
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,4 +51,4 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """End now."""
 
 
-Message = Train | Logprobs | Publish | Save | Shutdown
+Message = Train | Logprobs | Publish | Resend | Save | Shutdown

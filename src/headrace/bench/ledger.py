@@ -1,0 +1,156 @@
+"""What the ledger takes: transitions and episodes a second, and its share of the demo's time."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from headrace.bench.base import Report, Row, at_least, at_most, report
+from headrace.clock import RealClock
+from headrace.flow import FlowConfig
+from headrace.flow.ledger import Ledger
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Stream, Submit
+from headrace.flow.ledger.opening import make_ledger, open_ledger
+from headrace.recipes.demo import build_demo
+from headrace.session import load_config, train
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.types.group import GroupState
+from headrace.types.tokens import Tokens
+
+GROUPS = 2_000
+EPISODES = 4_000
+TOKENS = 2_000
+"""Sampled tokens of an episode."""
+TOKEN_BYTES = 12
+"""Id, logprob and version."""
+SEQUENCES, PIECE = 64, 256
+"""Running turns that are recorded in one transaction, and the tokens of each."""
+PAIRS = 3
+DEMO_STEPS = 20
+MB = 1e6
+
+
+def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
+    """One transaction each; then the demo with its ledger on the disk and in memory, in turn. ``quick``: a tenth."""
+    rows: list[Row] = []
+    part = 10 if quick else 1
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        for kind in ("sqlite", "memory"):
+            tell(f"{kind}: transitions, episodes, running turns")
+            directory = Path(scratch) / kind
+            directory.mkdir()
+            rows.append(_throughput(kind, directory, part))
+        tell("the demo")
+        demo = _demo(Path(scratch), tell, 1 if quick else PAIRS)
+    disk = rows[0]
+    targets = [
+        at_least("group transitions", disk["transitions_per_s"], 2_000, "1/s"),
+        at_least("episodes", disk["episodes_mb_s"], 50, "MB/s"),
+        at_most("the ledger's own time as part of the demo's", demo["ledger_frac"], 0.03, "fraction"),
+    ]
+    return report([*rows, demo], targets)
+
+
+def _throughput(kind: str, directory: Path, part: int) -> Row:
+    ledger = make_ledger(FlowConfig(ledger=kind), directory)
+    lives = [operation for number in range(GROUPS // part) for operation in _life(number)]
+    transitions_s = _apply_s(ledger, lives)
+    episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
+    episodes_s = _apply_s(ledger, episodes)
+    parts = [_stream(number) for number in range(200 // part)]
+    parts_s = _apply_s(ledger, parts)
+    assert ledger.conservation().groups.submitted == GROUPS // part
+    ledger.close()
+    return {
+        "what": kind,
+        "transitions_per_s": len(lives) / transitions_s,
+        "episodes_per_s": len(episodes) / episodes_s,
+        "episodes_mb_s": len(episodes) * TOKENS * TOKEN_BYTES / MB / episodes_s,
+        "running_mb_s": len(parts) * SEQUENCES * PIECE * TOKEN_BYTES / MB / parts_s,
+    }
+
+
+def _demo(scratch: Path, tell: Callable[[str], None], pairs: int) -> Row:
+    """Wall times in turn, and how long everything that the ledger was given takes to record once more."""
+    demo = build_demo(scratch / "demo", seed=0)
+    config = load_config(demo.run_file).flow
+    ratios: list[float] = []
+    shares: list[float] = []
+    for pair in range(pairs):
+        summaries = {}
+        for kind in ("memory", "sqlite"):
+            tell(f"demo, pair {pair}, ledger {kind}")
+            run_dir = scratch / f"run-{pair}-{kind}"
+            quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", "data.eval_path=")
+            settings = [*quiet, f"flow.ledger={kind}", f"run.steps={DEMO_STEPS}"]
+            summaries[kind] = train(load_config(demo.run_file, settings))
+        per_token = {kind: summary.wall_s / summary.tokens_trained for kind, summary in summaries.items()}
+        ratios.append(per_token["sqlite"] / per_token["memory"])
+        recorded = open_ledger(scratch / f"run-{pair}-sqlite")
+        operations = list(_recorded(recorded))
+        recorded.close()
+        again = scratch / f"again-{pair}"
+        again.mkdir()
+        ledger = make_ledger(config, again)
+        shares.append(_apply_s(ledger, operations) / summaries["sqlite"].wall_s)
+        ledger.close()
+    return {
+        "what": "demo",
+        "wall_on_disk_to_in_memory": statistics.median(ratios),
+        "ledger_frac": statistics.median(shares),
+    }
+
+
+def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
+    clock = RealClock()
+    start_s = clock.now()
+    for operation in operations:
+        ledger.apply(operation)
+    return clock.now() - start_s
+
+
+def _life(number: int) -> list[Operation]:
+    """A group from its submission to its release, on its own: eight transitions."""
+    states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
+    numbers = (number,)
+    return [
+        Submit(numbers=numbers, rows=(number,), at_s=0.0),
+        *(Move(numbers=numbers, state=state, oldest_version=0, step=number, at_s=0.0) for state in states),
+        EndStep(step=number, numbers=numbers, trained_tokens=0, dropped_tokens={}, ages={}, at_s=0.0),
+        CommitVersion(version=number + 1, numbers=numbers, checksum="", at_s=0.0),
+    ]
+
+
+def _recorded(ledger: Ledger) -> Iterable[Operation]:
+    """What it took to record the groups of ``ledger``."""
+    for attempt in ledger.attempts(0):
+        yield from _life(attempt.number)
+        for episode in ledger.episodes(attempt.number):
+            yield EndEpisode(episode=episode, at_s=0.0)
+
+
+def _sampled(count: int) -> Tokens:
+    rng = np.random.default_rng(count)
+    return Tokens(
+        ids_T=rng.integers(0, 150_000, count).astype(np.int32),
+        logprobs_T=-rng.exponential(1.0, count).astype(np.float32),
+        versions_T=np.full(count, 3, np.int32),
+    )
+
+
+def _episode(index: int) -> Episode:
+    answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
+    return Episode(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
+
+
+def _stream(number: int) -> Stream:
+    tokens = _sampled(PIECE)
+    parts = (
+        TurnPart(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
+        for place in range(SEQUENCES)
+    )
+    return Stream(parts=tuple(parts), at_s=0.0)

@@ -1,0 +1,70 @@
+"""Filters: which scored groups, and which of their episodes, are trained. A new one is a file here and a row of
+``AnyFilter``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from headrace.errors import ConfigError
+from headrace.flow.filters.base import (
+    KEEP,
+    FilterContext,
+    Filtered,
+    FilterSection,
+    Verdict,
+    apply_filters,
+    as_tables,
+    reopened,
+    rewards_of,
+)
+from headrace.flow.filters.dynamic_sampling import DynamicSampling
+from headrace.flow.filters.length import Length
+from headrace.flow.filters.redundancy import REDUNDANT, Redundancy
+from headrace.flow.filters.resample_correct import ResampleCorrect
+from headrace.flow.filters.zero_variance import ZeroVariance
+
+AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | Length
+FilterConfig = Annotated[AnyFilter, Field(discriminator="kind")]
+FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
+"""Several, or one; a name alone stands for its table."""
+
+
+def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_episodes: int) -> None:
+    """:class:`ConfigError` for filters that no group of ``group_size`` episodes could pass, or that would do nothing
+    to any."""
+    left = group_size
+    for place, each in enumerate(filters):
+        name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"
+        if each.first is not None and any(before.first is not None for before in filters[:place]):
+            raise ConfigError(f"{name} stands twice in flow.filters", remedy="keep one of them")
+        problem = each.problem(left, min_episodes)
+        if problem is not None:
+            raise ConfigError(f"{name}: {problem[0]}", remedy=problem[1])
+        left = each.episodes_left(left)
+        if left < min_episodes:
+            raise ConfigError(
+                f"{name} leaves {left} episodes of a group, and flow.min_episodes={min_episodes}: every group would be "
+                "dropped",
+                remedy=f"set keep >= {min_episodes}, or lower flow.min_episodes",
+            )
+
+
+__all__ = [
+    "KEEP",
+    "REDUNDANT",
+    "AnyFilter",
+    "FilterConfig",
+    "FilterContext",
+    "FilterSection",
+    "Filtered",
+    "FiltersConfig",
+    "Length",
+    "Verdict",
+    "apply_filters",
+    "refuse_impossible",
+    "reopened",
+    "rewards_of",
+]

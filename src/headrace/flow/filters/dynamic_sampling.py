@@ -1,0 +1,62 @@
+"""DAPO's dynamic sampling: only tasks that the policy solves sometimes."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from headrace.errors import ConfigError
+from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, rewards_of
+from headrace.types.scored import ScoredGroup
+
+
+class DynamicSampling(FilterSection):
+    """Drops a group unless the share of its episodes that are right lies strictly between two bounds
+    (``accuracy_too_low``, ``accuracy_too_high``).
+
+    Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 11: 0 < the number of right answers < G, sampling until the batch is
+    full.
+    """
+
+    advice: ClassVar[str] = (
+        "make tasks easier where accuracy is too low and harder where it is too high, raise flow.group_size, widen the "
+        "filter's low and high, or look whether its threshold tells right from wrong"
+    )
+
+    kind: Literal["dynamic_sampling"] = "dynamic_sampling"
+    """Selects this filter."""
+    low: float = Field(default=0.0, ge=0, le=1)
+    """A share of right answers up to this is too low."""
+    high: float = Field(default=1.0, ge=0, le=1)
+    """A share of right answers from this on is too high."""
+    threshold: float = 0.5
+    """A reward above it counts as a right answer."""
+
+    @pydantic.model_validator(mode="after")
+    def _leaves_room(self) -> DynamicSampling:
+        if self.low >= self.high:
+            raise ConfigError(
+                f"filter 'dynamic_sampling' has low={self.low:g} and high={self.high:g}: it drops every group",
+                remedy="set low < high",
+            )
+        return self
+
+    def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        sizes = range(min_episodes, num_episodes + 1)
+        if any(self.low < right / size < self.high for size in sizes for right in range(size + 1)):
+            return None
+        shares = ", ".join(f"{right / num_episodes:.3g}" for right in range(num_episodes + 1))
+        return (
+            f"low={self.low:g} and high={self.high:g} leave no room: of {num_episodes} episodes a share of {shares} "
+            "can be right",
+            "widen low and high, or raise flow.group_size",
+        )
+
+    def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        rewards = rewards_of(group.counted)
+        accuracy = sum(reward > self.threshold for reward in rewards) / len(rewards)
+        if accuracy <= self.low:
+            return Verdict(reason="accuracy_too_low", drop=True)
+        return Verdict(reason="accuracy_too_high", drop=True) if accuracy >= self.high else KEEP

@@ -1,0 +1,45 @@
+"""Answers that were cut off, or that are longer than they should be."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
+from headrace.types.episode import Episode, StopReason
+from headrace.types.scored import ScoredGroup
+
+
+class Length(FilterSection):
+    """Masks or leaves out the episodes that reached the length limit, or have more than ``max_tokens`` (``overlong``).
+
+    ``mask`` is DAPO's overlong filtering: advantages are taken over all that were sampled, and the loss of a truncated
+    answer is left away. ``leave_out`` takes them over the others. A group with too few left is dropped.
+    Source: Yu et al. (DAPO), arXiv 2503.14476, section 3.4.
+    """
+
+    advice: ClassVar[str] = "raise engine.max_new_tokens (or the filter's max_tokens), or ask for shorter answers"
+
+    kind: Literal["length"] = "length"
+    """Selects this filter."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Sampled tokens that an episode may have; unset: only those that were cut off are meant."""
+    action: Literal["mask", "leave_out"] = "mask"
+    """What becomes of a longer one."""
+
+    def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        long = frozenset(episode.key.place for episode in group.scored if self._is_long(episode))
+        if not long:
+            return KEEP
+        if self.action == "mask":
+            return Verdict(reason="overlong", mask=long)
+        return Verdict(reason="overlong", leave_out=long)
+
+    def _is_long(self, episode: Episode) -> bool:
+        return was_cut(episode) or (self.max_tokens is not None and episode.num_sampled > self.max_tokens)
+
+
+def was_cut(episode: Episode) -> bool:
+    """Whether one of its sampled turns ended at the length limit."""
+    return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns)

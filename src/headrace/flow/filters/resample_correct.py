@@ -1,0 +1,108 @@
+"""GRPO-RoC, resampling on correct: of many attempts, the cleanest right ones and any of the wrong ones."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import ClassVar, Literal
+
+import numpy as np
+import pydantic
+from pydantic import Field
+
+from headrace.errors import ConfigError
+from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
+from headrace.flow.filters.length import was_cut
+from headrace.types.episode import Episode
+from headrace.types.scored import ScoredGroup
+
+_DRAWS = 0x526F43
+"""Keeps its draws apart from others under the same seed."""
+
+
+class ResampleCorrect(FilterSection):
+    """Of a group's episodes keep ``keep``: right and wrong ones in the proportion in which they came, the right ones
+    with the fewest errors first, the wrong ones drawn evenly (``oversampled``).
+
+    The errors of a right answer are p_err + p_format. p_err is the share of its tool calls (turns by ``tool``) that
+    failed, ½ for one without any. p_format is 1 where it was cut off or a tag is missing, otherwise min(1, (answers −
+    1)/turns). Among equals it is drawn. Advantages are taken over the kept ones. Source: Shang et al. (rStar2-Agent),
+    arXiv 2508.20722, section 3.2; the text draws right answers by the inverse of their errors, which is infinite at 0,
+    its program takes the cleanest, and so does this.
+    """
+
+    advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
+
+    kind: Literal["resample_correct"] = "resample_correct"
+    """Selects this filter."""
+    keep: int = Field(ge=2)
+    """Episodes of a group that are trained; the paper keeps half of ``flow.group_size``."""
+    min_each: int = Field(default=1, ge=0)
+    """Of right and of wrong ones at least this many are kept, where there are so many."""
+    threshold: float = 0.5
+    """A reward above it counts as a right answer."""
+    answer_tags: tuple[str, str] | None = None
+    """What stands around an answer, as ``["<answer>", "</answer>"]``; unset: tags are not looked at."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_room_for_both(self) -> ResampleCorrect:
+        if 2 * self.min_each > self.keep:
+            raise ConfigError(
+                f"filter 'resample_correct' has min_each={self.min_each} and keep={self.keep}: both kinds do not fit",
+                remedy=f"set min_each <= {self.keep // 2}",
+            )
+        if self.answer_tags is not None and not all(self.answer_tags):
+            raise ConfigError(
+                f"filter 'resample_correct' has answer_tags={list(self.answer_tags)!r}: an empty tag stands everywhere",
+                remedy='give two texts, as ["<answer>", "</answer>"], or leave answer_tags out',
+            )
+        return self
+
+    def episodes_left(self, num_episodes: int) -> int:
+        return min(self.keep, num_episodes)
+
+    def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        if self.keep >= num_episodes:
+            return (
+                f"keep={self.keep}, and a group has {num_episodes} episodes: it would leave none out",
+                f"set keep <= {num_episodes - 1}, or raise flow.group_size",
+            )
+        return None
+
+    def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        episodes = group.scored
+        if len(episodes) <= self.keep:
+            return KEEP
+        rng = np.random.default_rng([context.seed, _DRAWS, group.number])
+        drawn = [episodes[index] for index in rng.permutation(len(episodes))]
+        right = [episode for episode in drawn if (episode.reward or 0.0) > self.threshold]
+        wrong = [episode for episode in drawn if (episode.reward or 0.0) <= self.threshold]
+        right.sort(key=lambda episode: self.errors(episode, context))  # stable: among equals it is drawn
+        num_wrong = self._num_wrong(len(right), len(wrong))
+        kept = {episode.key.place for episode in [*wrong[:num_wrong], *right[: self.keep - num_wrong]]}
+        return Verdict(
+            reason="oversampled", leave_out=frozenset(episode.key.place for episode in episodes) - frozenset(kept)
+        )
+
+    def _num_wrong(self, num_right: int, num_wrong: int) -> int:
+        share = round(Fraction(num_wrong * self.keep, num_right + num_wrong))
+        least = max(min(self.min_each, num_wrong), self.keep - num_right)
+        most = min(self.keep - min(self.min_each, num_right), num_wrong)
+        return min(max(share, least), most)
+
+    def errors(self, episode: Episode, context: FilterContext) -> float:
+        """p_err + p_format of an episode, from 0 to 2."""
+        calls = [turn.failed for turn in episode.turns if turn.author == "tool"]
+        failed = sum(calls) / len(calls) if calls else 0.5
+        return failed + self._format_errors(episode, context)
+
+    def _format_errors(self, episode: Episode, context: FilterContext) -> float:
+        if was_cut(episode):
+            return 1.0
+        if self.answer_tags is None:
+            return 0.0
+        written = [turn.tokens for turn in episode.turns if turn.tokens.sampled_T.any()]
+        text = "".join(context.decode(tokens.ids_T.tolist()) for tokens in written)
+        opened, closed = (text.count(tag) for tag in self.answer_tags)
+        if opened != closed or opened == 0:
+            return 1.0
+        return min(1.0, (opened - 1) / len(written))

@@ -1,0 +1,141 @@
+"""What a ledger's database adds up to. Reads only; every figure is counted on its own."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import TypeVar
+
+from headrace.flow.ledger.base import Attempt, Conservation, Fates, Lengths
+from headrace.types.episode import EpisodeStatus
+from headrace.types.group import GroupState
+
+K = TypeVar("K", str, int)
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return f"({', '.join(map(repr, values))})"
+
+
+IN_FLIGHT = f"state IN {_listed(tuple(state.value for state in GroupState if state.in_flight))}"
+TRAINED = f"state IN {_listed((GroupState.TRAINED.value, GroupState.RELEASED.value))}"
+UNTRAINED = f"status IN {_listed(tuple(status.value for status in EpisodeStatus if status.untrained))}"
+UNFINISHED = f"state IN {_listed((GroupState.ADMITTED.value, GroupState.RUNNING.value, GroupState.SCORED.value))}"
+_UNCLOSED = f"({UNFINISHED} OR state = 'submitted')"
+_REASON = "CASE WHEN instr(cause, ':') > 0 THEN substr(cause, 1, instr(cause, ':') - 1) ELSE cause END"
+_EPISODES = "FROM episodes JOIN groups ON number = group_number"
+_PARTS = "FROM parts JOIN groups ON number = group_number"
+LATE = "late"
+"""Why tokens are not trained that were recorded of an episode whose group has been trained without it."""
+
+
+class Books:
+    """The figures of the database ``db``, whose groups have ``group_size`` episodes."""
+
+    def __init__(self, db: sqlite3.Connection, group_size: int) -> None:
+        self._db = db
+        self._group_size = group_size
+
+    def conservation(self) -> Conservation:
+        """submitted = trained + dropped + in flight, in each unit."""
+        return Conservation(groups=self.groups(), episodes=self.episodes(), tokens=self.tokens())
+
+    def groups(self) -> Fates:
+        """By their states."""
+        return Fates(
+            submitted=self.count("SELECT count(*) FROM groups"),
+            trained=self.count(f"SELECT count(*) FROM groups WHERE {TRAINED}"),
+            dropped=self.tally("SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"),
+            in_flight=self.count(f"SELECT count(*) FROM groups WHERE {IN_FLIGHT}"),
+        )
+
+    def episodes(self) -> Fates:
+        """Ended ones are counted by their rows; the others of a group stand or fall with it."""
+        size = self._group_size
+        failed = self.tally(f"SELECT {_REASON}, count(*) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1")
+        fallen = self.tally(
+            f"SELECT reason, count(*) * {size} - (SELECT count(*) {_EPISODES} WHERE {UNTRAINED}"
+            " AND state = 'dropped' AND reason = g.reason) FROM groups g WHERE state = 'dropped' GROUP BY reason"
+        )
+        return Fates(
+            submitted=size * self.count("SELECT count(*) FROM groups"),
+            trained=self.count(f"SELECT count(*) {_EPISODES} WHERE status = 'scored' AND {TRAINED}"),
+            dropped=_add(failed, fallen),
+            in_flight=size * self.count(f"SELECT count(*) FROM groups WHERE {IN_FLIGHT}")
+            - self.count(f"SELECT count(*) {_EPISODES} WHERE {UNTRAINED} AND {IN_FLIGHT}"),
+        )
+
+    def tokens(self) -> Fates:
+        """Recorded ones, those of running turns included."""
+        held, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
+        lost = self.tally("SELECT reason, tokens FROM lost_tokens")
+        unusable: dict[str, int] = {}
+        for (dropped,) in self._db.execute("SELECT dropped_tokens FROM steps"):
+            unusable = _add(unusable, json.loads(dropped))
+        return Fates(
+            submitted=self.count(f"{held} FROM episodes") + self.count(f"{held} FROM parts") + sum(lost.values()),
+            trained=self.count("SELECT coalesce(sum(trained_tokens), 0) FROM steps"),
+            dropped=_add(
+                self.tally(f"SELECT {_REASON}, sum(sampled_tokens) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1"),
+                self.tally(
+                    f"SELECT reason, sum(sampled_tokens) {_EPISODES} WHERE status = 'scored' AND state = 'dropped'"
+                    " GROUP BY reason"
+                ),
+                self.tally(f"SELECT reason, {parts} {_PARTS} WHERE state = 'dropped' GROUP BY reason"),
+                self.tally(f"SELECT '{LATE}', {parts} {_PARTS} WHERE {TRAINED}"),
+                lost,
+                unusable,
+            ),
+            in_flight=self.count(f"{held} {_EPISODES} WHERE status = 'scored' AND {IN_FLIGHT}")
+            + self.count(f"{held} {_PARTS} WHERE {IN_FLIGHT}"),
+        )
+
+    def ages(self) -> dict[int, int]:
+        """Tokens trained at each age."""
+        total: dict[int, int] = {}
+        for (ages,) in self._db.execute("SELECT ages FROM steps"):
+            total = _add(total, {int(age): tokens for age, tokens in json.loads(ages).items()})
+        return dict(sorted(total.items()))
+
+    def lengths(self) -> Lengths:
+        """How long the answers were that ended, and those of them that were trained."""
+        ended = "SELECT sampled_tokens FROM episodes ORDER BY 1"
+        trained = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
+        return Lengths(submitted=self._column(ended), trained=self._column(trained))
+
+    def attempts(self, first: int) -> list[Attempt]:
+        """The groups from number ``first`` on, in order."""
+        rewards: dict[int, list[float]] = {}
+        rewarded = "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
+        for number, reward in self._db.execute(f"{rewarded} group_number, position", (first,)):
+            rewards.setdefault(number, []).append(reward)
+        groups = f"SELECT number, row, oldest_version, NOT {_UNCLOSED} FROM groups WHERE number >= ? ORDER BY number"
+        return [
+            Attempt(
+                number=number,
+                row=row,
+                oldest_version=version,
+                closed=bool(closed),
+                rewards=tuple(rewards.get(number, ())),
+            )
+            for number, row, version, closed in self._db.execute(groups, (first,))
+        ]
+
+    def count(self, query: str) -> int:
+        """The one number of a query."""
+        return int(self._db.execute(query).fetchone()[0])
+
+    def tally(self, query: str) -> dict[str, int]:
+        """Rows of a reason and a number; those of nothing are left out."""
+        return {reason: count for reason, count in self._db.execute(query) if count}
+
+    def _column(self, query: str) -> tuple[int, ...]:
+        return tuple(length for (length,) in self._db.execute(query))
+
+
+def _add(*tallies: dict[K, int]) -> dict[K, int]:
+    total: dict[K, int] = {}
+    for tally in tallies:
+        for reason, count in tally.items():
+            total[reason] = total.get(reason, 0) + count
+    return total

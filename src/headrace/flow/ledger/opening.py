@@ -1,0 +1,69 @@
+"""Which ledger a run keeps, and how to find it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.errors import LedgerError
+from headrace.flow.config import FlowConfig
+from headrace.flow.ledger.base import Ledger
+from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
+
+SQLITE_FILE = "ledger.sqlite"
+REDIS_FILE = "ledger.redis"
+"""Says where the ledger is of a run that keeps it on a Redis server: url and name, a line each."""
+
+
+def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
+    path = run_dir / SQLITE_FILE
+    return SqliteLedger(
+        path, group_size=config.group_size, groups_per_step=config.groups_per_step, checked=path.exists()
+    )  # fmt: skip
+
+
+def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
+    return SqliteLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
+
+
+def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
+    from headrace.flow.ledger.redis import RedisLedger
+
+    name = str(run_dir)
+    ledger = RedisLedger(
+        config.ledger_url, name, group_size=config.group_size, groups_per_step=config.groups_per_step
+    )  # fmt: skip
+    (run_dir / REDIS_FILE).write_text(f"{config.ledger_url}\n{name}\n", encoding="utf-8")
+    (run_dir / REDIS_FILE).chmod(0o600)  # a url may hold a password
+    return ledger
+
+
+LEDGERS: dict[str, Callable[[FlowConfig, Path], Ledger]] = {"sqlite": _sqlite, "memory": _memory, "redis": _redis}
+"""The values of ``flow.ledger``."""
+
+
+def has_ledger(run_dir: Path) -> bool:
+    """Whether a run in ``run_dir`` has begun to keep one that outlives it."""
+    return (run_dir / SQLITE_FILE).exists() or (run_dir / REDIS_FILE).exists()
+
+
+def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
+    """The ledger of the run in ``run_dir``: the one it has, or a new one. :class:`~headrace.errors.LedgerError` if it
+    is another kind of ledger than the one the run has begun, or cannot be used."""
+    for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):
+        if (run_dir / file).exists() and kind != config.ledger:
+            raise LedgerError(
+                f"flow.ledger={config.ledger!r}, but the run in {run_dir} was begun with {kind!r}",
+                remedy=f"set flow.ledger={kind!r} to resume it, or start a new run directory",
+            )
+    return LEDGERS[config.ledger](config, run_dir)
+
+
+def open_ledger(run_dir: Path) -> Ledger:
+    """The ledger that the run in ``run_dir`` has kept, for reading."""
+    if (run_dir / REDIS_FILE).exists():
+        from headrace.flow.ledger.redis import RedisLedger
+
+        url, name = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
+        return RedisLedger.open(url, name)
+    return SqliteLedger.open(run_dir / SQLITE_FILE)

@@ -1,0 +1,43 @@
+"""Operations to bytes and back, for ledgers that keep the operations themselves."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.flow.ledger.base import (
+    CommitVersion,
+    DropEpisodes,
+    EndEpisode,
+    EndStep,
+    Move,
+    Note,
+    Operation,
+    Stream,
+    Submit,
+)
+from headrace.types.messages.codec import Codec
+
+
+class RollBack(msgspec.Struct, frozen=True, kw_only=True):
+    """The run went on from a checkpoint at ``step``."""
+
+    step: int
+
+
+_KINDS = (Submit, Move, Stream, EndEpisode, DropEpisodes, EndStep, CommitVersion, Note, RollBack)
+_CODECS = {kind.__name__.encode(): Codec(kind) for kind in _KINDS}
+
+
+def encode_operation(operation: Operation | RollBack) -> tuple[bytes, bytes]:
+    """Its kind and what it says."""
+    kind = type(operation).__name__.encode()
+    return kind, _CODECS[kind].encode(operation)
+
+
+def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
+    """The operation; ``msgspec.MsgspecError`` where there is none."""
+    codec = _CODECS.get(kind)
+    if codec is None:
+        raise msgspec.ValidationError(f"unknown operation {kind!r}: a newer version of headrace wrote it")
+    operation: Operation | RollBack = codec.decode(data)
+    return operation

@@ -1,0 +1,94 @@
+"""Generation runs ahead as far as ``flow.lead`` allows, whatever the versions; what has become too old is dealt with.
+
+``reject``      What would be trained at an age above the bound leaves: the whole group, or (``per = "token"``) the
+                tokens that are too old, while the group's younger ones are trained. Cheap to decide, and it costs what
+                was generated; above all it takes long answers, which are the old ones.
+``drop_oldest`` Generation never waits for training: finished groups do not hold its slots. Of more than ``flow.lead``
+                batches of them the oldest leave for newer ones, and so does what has become older than the bound.
+``wait``        Nothing leaves. A group starts whenever all in flight can still be trained in time, by what their tokens
+                say; training waits for the group that is due. It runs as far ahead as the bound lets any policy.
+
+The bound holds whichever is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import ClassVar, Literal
+
+from headrace.errors import ConfigError
+from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
+from headrace.flow.policies.deadlines import earliest, earliest_in_time, in_order, room_for_new
+from headrace.flow.state import FlowState
+
+
+class Unbounded(StalenessPolicy):
+    """No pacing by versions."""
+
+    kind: Literal["unbounded"] = "unbounded"
+    stale: Literal["reject", "drop_oldest", "wait"] = "reject"
+    """What becomes of what is too old, or would become so."""
+    per: Literal["group", "token"] = "group"
+    """Only with ``reject``: ``group``: one token that is too old takes its group along; ``token``: it loses its loss
+    and the rest is trained, unless nothing is left."""
+    paced: ClassVar[bool] = False
+
+    @property
+    def drops_stale(self) -> bool:
+        return self.stale != "wait"
+
+    @property
+    def masks_stale(self) -> bool:
+        return self.per == "token"
+
+    def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
+        if self.per == "token" and self.stale != "reject":
+            raise ConfigError(
+                f"flow.policy.per='token' has no effect with flow.policy.stale={self.stale!r}",
+                remedy="set flow.policy.stale = 'reject', or leave flow.policy.per out",
+            )
+        if self.stale == "wait" and strict:
+            raise ConfigError(
+                "flow.order='strict' with flow.policy.stale='wait' would wait for a group that is not due while "
+                "another one is",
+                remedy="set flow.order = 'ready_first', or flow.policy = 'bounded' with strict order",
+            )
+
+    def admit(self, state: FlowState) -> int:
+        slots = (state.limits.run_ahead + 1) * state.limits.batch_size
+        held = state.num_running if self.stale == "drop_oldest" else state.num_held
+        count = min(slots - held, state.room)
+        return max(0, min(count, room_for_new(state)) if self.stale == "wait" else count)
+
+    def leave(self, state: FlowState) -> Mapping[int, str]:
+        if self.stale == "wait":
+            return {}
+        leaving = dict.fromkeys(self._too_old(state), STALE)
+        if self.stale == "drop_oldest":
+            limits = state.limits
+            ready = sum(len(numbers) for numbers in state.ready_from.values()) - len(leaving)
+            too_many = max(0, ready - max(1, limits.run_ahead) * limits.batch_size)
+            oldest = (number for version in sorted(state.ready_from) for number in state.ready_from[version])
+            still = (number for number in oldest if number not in leaving)
+            leaving |= dict.fromkeys(list(islice(still, too_many)), DISPLACED)
+        return leaving
+
+    def _too_old(self, state: FlowState) -> Iterator[int]:
+        files = state.ready_to if self.per == "token" else state.ready_from
+        for version, numbers in files.items():
+            if state.deadline(version) < state.next_step:
+                yield from numbers
+
+    def select(self, state: FlowState) -> Selection:
+        floor = state.next_step - state.limits.max_age if self.masks_stale else None
+        if state.replayed:
+            return Selection(take=state.replayed, oldest_version=floor)
+        leaving = self.leave(state)
+        if leaving:
+            return Selection(leave=leaving)
+        if self.stale == "wait":
+            chosen = earliest_in_time(state)
+        else:
+            chosen = in_order(state) if state.limits.strict else earliest(state)
+        return Selection(take=tuple(sorted(chosen or ())), oldest_version=floor)

@@ -1,0 +1,247 @@
+"""The contract of a ledger, as checks: ``for check in LEDGER_CHECKS: check(open_ledger)``.
+
+``open_ledger`` returns the ledger under test, opened; called again after ``close`` it returns the same ledger with all
+it held. Groups have :data:`GROUP_SIZE` episodes, steps have one group. A check raises ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from headrace.errors import LedgerError
+from headrace.flow.ledger import Attempt, Fates, Ledger, Lengths
+from headrace.flow.ledger.base import (
+    CommitVersion,
+    DropEpisodes,
+    EndEpisode,
+    EndStep,
+    Move,
+    Note,
+    Operation,
+    Stream,
+    Submit,
+)
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.types.group import GroupState
+from headrace.types.tokens import Tokens
+
+GROUP_SIZE = 2
+NUM_TOKENS = 4
+"""Sampled tokens of each episode."""
+OpenLedger = Callable[[], Ledger]
+
+
+def sampled(count: int, version: int = 0) -> Tokens:
+    """``count`` tokens that ``version`` sampled."""
+    ids = np.arange(count, dtype=np.int32)
+    return Tokens(ids_T=ids, logprobs_T=-ids.astype(np.float32), versions_T=np.full(count, version, np.int32))
+
+
+def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> Episode:
+    """One that has ended; failed where there is a ``cause``."""
+    return Episode(
+        key=EpisodeKey(group, place),
+        turns=[
+            Turn(author="task", tokens=Tokens.observed([group, place])),
+            Turn(author="policy", tokens=sampled(tokens), parent=0, stop_reason=StopReason.STOP),
+        ],
+        status=EpisodeStatus.FAILED if cause else EpisodeStatus.SCORED,
+        reward=None if cause else float(place),
+        cause=cause,
+    )
+
+
+def part(group: int, place: int, tokens: Tokens, *, turn: int = 0, lost: str = "") -> TurnPart:
+    """A piece of a running turn."""
+    return TurnPart(key=EpisodeKey(group, place), turn=turn, prompt="p", tokens=tokens, lost=lost)
+
+
+def stream(*parts: TurnPart) -> Stream:
+    """They are recorded together."""
+    return Stream(parts=parts, at_s=2.0)
+
+
+def move(number: int, state: GroupState, **details: int | str) -> Move:
+    """One group goes on."""
+    return Move(numbers=(number,), state=state, at_s=2.0, **details)  # type: ignore[arg-type]
+
+
+def running(number: int, *, version: int = 0) -> list[Operation]:
+    """What makes a group run."""
+    return [
+        Submit(numbers=(number,), rows=(10 * number,), at_s=1.0),
+        move(number, GroupState.ADMITTED, oldest_version=version),
+        move(number, GroupState.RUNNING),
+    ]
+
+
+def ready(number: int) -> list[Operation]:
+    """What makes a group ready."""
+    ended = [EndEpisode(episode=episode(number, place), at_s=2.0) for place in range(GROUP_SIZE)]
+    closed = [move(number, GroupState.SCORED), move(number, GroupState.READY, oldest_version=0)]
+    return [*running(number), *ended, *closed]
+
+
+def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Operation]:
+    """What trains a group, in the step of its number."""
+    step = EndStep(
+        step=number, numbers=(number,), trained_tokens=tokens, dropped_tokens={}, ages={0: tokens}, at_s=3.0
+    )  # fmt: skip
+    return [*ready(number), move(number, GroupState.TAKEN, step=number), step]
+
+
+def commit(version: int, number: int) -> CommitVersion:
+    """The version that a group made is in use."""
+    return CommitVersion(version=version, numbers=(number,), checksum=f"hash {version}", at_s=4.0)
+
+
+def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
+    """The ledger after these; the books balance after each."""
+    ledger = open_ledger()
+    for operation in operations:
+        ledger.apply(operation)
+        assert ledger.conservation().holds, operation
+    return ledger
+
+
+def _again(ledger: Ledger, open_ledger: OpenLedger) -> Ledger:
+    ledger.close()
+    return open_ledger()
+
+
+def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None:
+    """Figures, notes, hashes, steps, and every token."""
+    note = Note(kind="start", detail="step 0", at_s=9.0)
+    ledger = _again(_with(open_ledger, *trained(0), commit(1, 0), *ready(1), note), open_ledger)
+    books = ledger.conservation()
+    assert books.groups == Fates(submitted=2, trained=1, in_flight=1)
+    assert books.episodes == Fates(submitted=4, trained=2, in_flight=2)
+    assert books.tokens == Fates(submitted=16, trained=8, in_flight=8)
+    assert (ledger.ages(), ledger.notes()) == ({0: 8}, [("start", "step 0", 9.0)])
+    assert (ledger.steps(), ledger.checksums()) == ({0: (0,)}, {1: "hash 1"})
+    assert ledger.lengths() == Lengths(submitted=(4, 4, 4, 4), trained=(4, 4))
+    attempt = Attempt(number=1, row=10, oldest_version=0, closed=True, rewards=(0.0, 1.0))
+    assert ledger.attempts(1) == [attempt]
+    (first, _) = ledger.episodes(1)
+    assert first.turns[1].tokens.logprobs_T.tolist() == [0.0, -1.0, -2.0, -3.0]
+    ledger.close()
+
+
+def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: OpenLedger) -> None:
+    """A turn goes on from its parts, in their order, with their versions."""
+    ended = EndEpisode(episode=episode(0, 0), at_s=2.0)
+    first, second = stream(part(0, 1, sampled(3, version=4))), stream(part(0, 1, sampled(2, version=6)))
+    ledger = _again(_with(open_ledger, *running(0), first, ended, second), open_ledger)
+    assert ledger.conservation().tokens == Fates(submitted=9, in_flight=9)
+    (group,) = ledger.recall(0).groups
+    assert (group.state, len(group.episodes), group.kept_version()) == (GroupState.SUBMITTED, 1, 0)
+    (begun,) = group.begun
+    assert (begun.key, begun.turn, begun.prompt) == (EpisodeKey(0, 1), 0, "p")
+    assert begun.tokens.ids_T.tolist() == [0, 1, 2, 0, 1]
+    assert begun.tokens.versions_T.tolist() == [4, 4, 4, 6, 6]
+    ledger.close()
+
+
+def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
+    """No token is counted twice, and those that the episode does not hold are discarded."""
+    parts = stream(part(0, 0, sampled(3)), part(0, 1, sampled(7)))
+    ends = [EndEpisode(episode=episode(0, place), at_s=2.0) for place in range(2)]
+    ledger = _with(open_ledger, *running(0), parts, *ends)
+    assert ledger.conservation().tokens == Fates(submitted=11, dropped={"discarded": 3}, in_flight=8)
+    (group,) = ledger.recall(0).groups
+    assert (len(group.episodes), group.begun) == (2, ())
+    ledger.close()
+
+
+def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
+    """They are counted under the reason."""
+    first, other = part(0, 0, sampled(5)), part(0, 0, sampled(2), turn=1)
+    anew = part(0, 0, sampled(1), lost="restarted")
+    ledger = _with(open_ledger, *running(0), stream(first, other), stream(anew))
+    assert ledger.conservation().tokens == Fates(submitted=8, dropped={"restarted": 5}, in_flight=3)
+    (group,) = ledger.recall(0).groups
+    assert [(begun.turn, len(begun.tokens)) for begun in group.begun] == [(0, 1), (1, 2)]
+    ledger.close()
+
+
+def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> None:
+    """For its reason."""
+    parts = stream(part(0, 1, sampled(5)))
+    ledger = _with(open_ledger, *running(0), parts, move(0, GroupState.DROPPED, reason="row_gone"))
+    books = ledger.conservation()
+    assert books.tokens == Fates(submitted=5, dropped={"row_gone": 5})
+    assert books.episodes == Fates(submitted=2, dropped={"row_gone": 2})
+    assert ledger.recall(0).dropped == {"row_gone": 1}
+    ledger.close()
+
+
+def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: OpenLedger) -> None:
+    """And come back with their status."""
+    out = DropEpisodes(number=0, places=(1,), status=EpisodeStatus.LEFT_OUT, reason="too_long", at_s=2.0)
+    before, after = ready(0)[:5], ready(0)[5:]
+    ledger = _with(open_ledger, *before, out, *after)
+    assert ledger.conservation().tokens == Fates(submitted=8, dropped={"too_long": 4}, in_flight=4)
+    (group,) = ledger.recall(0).groups
+    assert [(each.status.value, each.cause) for each in group.episodes] == [("scored", ""), ("left_out", "too_long")]
+    ledger.close()
+
+
+def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
+    """With the groups they had; those of the checkpoint stay trained."""
+    ledger = _with(open_ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1), *running(2))
+    for _ in range(2):  # a second crash before anything is done finds the same
+        recalled = ledger.recall(1)
+        assert (recalled.num_submitted, recalled.num_released) == (3, 1)
+        assert recalled.checksums == {1: "hash 1", 2: "hash 2"}
+        states = [(group.number, group.state, group.step) for group in recalled.groups]
+        assert states == [(1, GroupState.READY, 1), (2, GroupState.SUBMITTED, None)]
+        assert ledger.conservation().tokens == Fates(submitted=16, trained=8, in_flight=8)
+        ledger = _again(ledger, open_ledger)
+    ledger.close()
+
+
+def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> None:
+    """Here or when it is opened again."""
+    ledger = _with(open_ledger, *running(0))
+    unsound = (
+        Submit(numbers=(1, 0), rows=(1, 0), at_s=1.0),
+        DropEpisodes(number=0, places=(1,), status=EpisodeStatus.MASKED, reason="r", at_s=2.0),
+    )
+    for operation in unsound:
+        try:
+            ledger.apply(operation)
+        except LedgerError:
+            continue
+        raise AssertionError(f"taken: {operation}")
+    ledger = _again(ledger, open_ledger)
+    assert ledger.conservation().groups == Fates(submitted=1, in_flight=1)
+    ledger.apply(Submit(numbers=(1,), rows=(1,), at_s=1.0))
+    assert ledger.conservation().groups.submitted == 2
+    ledger.persist()
+    ledger.close()
+
+
+def a_failed_episode_is_dropped_by_the_reason_of_its_cause(open_ledger: OpenLedger) -> None:
+    """And the rest of its group goes on."""
+    ended = [EndEpisode(episode=episode(0, 0, cause="reward_error: line 3"), at_s=2.0)]
+    ledger = _with(open_ledger, *running(0), *ended, EndEpisode(episode=episode(0, 1), at_s=2.0))
+    books = ledger.conservation()
+    assert books.tokens == Fates(submitted=8, dropped={"reward_error": 4}, in_flight=4)
+    assert books.episodes == Fates(submitted=2, dropped={"reward_error": 1}, in_flight=1)
+    ledger.close()
+
+
+LEDGER_CHECKS: tuple[Callable[[OpenLedger], None], ...] = (
+    everything_is_there_when_it_is_opened_again,
+    what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others,
+    an_episode_takes_the_place_of_its_parts,
+    a_turn_that_began_again_has_lost_its_parts,
+    parts_of_a_dropped_group_are_dropped_with_it,
+    episodes_taken_out_of_their_group_are_dropped_for_their_reason,
+    steps_after_the_checkpoint_are_made_again,
+    an_operation_that_is_refused_leaves_no_trace,
+    a_failed_episode_is_dropped_by_the_reason_of_its_cause,
+)
+"""Every check."""

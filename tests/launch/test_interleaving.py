@@ -1,0 +1,176 @@
+"""What an engine was told is written down, and told again before the very same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.clock import Clock
+from headrace.errors import DataError, ReplayDiffers
+from headrace.launch.hosts.interleaving import Gate, Names, Scribe
+from headrace.launch.interleaving import Handled, Told, read_interleaving
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk
+from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, Score, Shutdown, Stage
+from headrace.types.sampling import Sampling
+from headrace.types.weights import Manifest, WeightUpdate
+
+IDS = np.array([1, 2], np.int32)
+
+
+class Hand(Clock):
+    """A clock that is set by hand."""
+
+    time_s = 0.0
+
+    def now(self) -> float:
+        return self.time_s
+
+    def wall(self) -> float:
+        return self.time_s
+
+
+def request(request_id: int, seed: int) -> GenerateRequest:
+    return GenerateRequest(request_id=request_id, prompt_ids_T=IDS, sampling=Sampling(max_new_tokens=4, seed=seed))
+
+
+def generate(*pairs: tuple[int, int]) -> Generate:
+    return Generate(requests=tuple(request(*pair) for pair in pairs))
+
+
+def ended(request_id: int) -> Chunk:
+    none = np.zeros(0, np.int32)
+    return Chunk(
+        request_id=request_id,
+        ids_T=none,
+        logprobs_T=none.astype(np.float32),
+        versions_T=none,
+        stop_reason=StopReason.STOP,
+    )
+
+
+def gate_of(recorded: list[Handled], clock: Hand | None = None) -> Gate:
+    return Gate(recorded, Names(), clock or Hand(), deadline_s=5.0, whose=lambda seed: f"the request of seed {seed}")
+
+
+COMMIT_0 = Handled(steps=0, told=Told.COMMIT, version=0)
+LAST = Handled(steps=99, told=Told.COMMIT, version=1)
+
+
+def test_what_an_engine_is_told_can_be_read_back(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path / "record", Names())
+    scribe.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
+    scribe.write([], 1)
+    scribe.ended([ended(7)])
+    scribe.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), Score(call=1, ids_T=IDS)], 2)
+    scribe.write([Shutdown()], 3)
+    assert read_interleaving(tmp_path / "record") == [
+        COMMIT_0,
+        Handled(steps=0, told=Told.GENERATE, seeds=(70, 80)),
+        Handled(steps=2, told=Told.ABORT, seeds=(80,)),
+        Handled(steps=2, told=Told.SCORE),
+    ]
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "record").write_bytes(b'{"steps":0,"told":"commit","version":0}\n{"steps":4,"told":"gen')
+    assert read_interleaving(tmp_path / "record") == [COMMIT_0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("no json", "line 2: JSON is malformed"),
+        ('{"steps":3,"told":"sing"}', "line 2: Invalid enum value 'sing'"),
+        ('{"steps":3,"told":"generate"}', "line 2: generate with 0 seeds"),
+        ('{"steps":3,"told":"generate","seeds":[5,5]}', "line 2: a seed twice"),
+        ('{"steps":3,"told":"commit"}', "line 2: commit with version=None"),
+        ('{"steps":3,"told":"commit","version":4}', "line 2: a commit of version 4 after that of version 4"),
+        ('{"steps":1,"told":"score"}', "line 2: steps=1 after a line of steps=2: time runs forward"),
+    ],
+)
+def test_a_line_that_no_engine_has_written_is_refused_by_its_number(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "record").write_text('{"steps":2,"told":"commit","version":4}\n' + line + "\n")
+    with pytest.raises(DataError, match=words):
+        read_interleaving(tmp_path / "record")
+
+
+def test_a_disk_that_takes_no_more_costs_the_record_and_not_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    scribe = Scribe(Path("/dev/full"), Names())
+    scribe.write([Commit(call=0, version=0)], 0)
+    scribe.write([Commit(call=1, version=1)], 1)
+    assert capsys.readouterr().err.count("/dev/full cannot be written") == 1
+
+
+def test_messages_wait_for_their_step_and_their_turn() -> None:
+    recorded = [
+        COMMIT_0,
+        Handled(steps=0, told=Told.GENERATE, seeds=(70,)),
+        Handled(steps=3, told=Told.GENERATE, seeds=(90, 80)),
+        LAST,
+    ]
+    gate = gate_of(recorded)
+    assert gate.holds(0)
+    assert gate.lacks(0)
+    assert gate.release([generate((1, 80), (2, 70))], 0) == []
+    commit = Commit(call=0, version=0)
+    assert gate.release([commit], 0) == [commit, generate((2, 70))]
+    assert not gate.holds(2)
+    assert gate.release([generate((3, 90))], 2) == []
+    assert gate.holds(3)
+    assert not gate.lacks(3)
+    assert gate.release([], 3) == [generate((3, 90), (1, 80))]
+
+
+def test_requests_are_withdrawn_when_the_record_says_so() -> None:
+    recorded = [
+        COMMIT_0,
+        Handled(steps=0, told=Told.GENERATE, seeds=(70,)),
+        Handled(steps=2, told=Told.ABORT, seeds=(70,)),
+        LAST,
+    ]
+    gate = gate_of(recorded)
+    early: list[Message] = [Commit(call=0, version=0), generate((1, 70)), Abort(request_ids=(1,))]
+    assert gate.release(early, 0) == early[:2]
+    assert gate.release([], 2) == [Abort(request_ids=(1,))]
+
+
+def test_staging_and_the_end_never_wait() -> None:
+    update = WeightUpdate(version=0, slot=0, path="", manifest=Manifest(entries=(), total_bytes=0), checksums=())
+    at_once: list[Message] = [Stage(call=0, update=update), Shutdown()]
+    assert gate_of([COMMIT_0, LAST]).release(at_once, 0) == at_once
+
+
+def test_behind_the_last_commit_messages_pass_as_they_come() -> None:
+    gate = gate_of([COMMIT_0, Handled(steps=5, told=Told.GENERATE, seeds=(70,))])
+    commit = Commit(call=0, version=0)
+    assert gate.release([generate((1, 80)), commit], 0) == [commit, generate((1, 80))]
+    assert gate.open
+    assert gate.release([generate((2, 90))], 1) == [generate((2, 90))]
+
+
+def test_a_request_that_does_not_come_is_named_with_its_step_and_with_those_that_came_instead() -> None:
+    clock = Hand()
+    gate = gate_of([COMMIT_0, Handled(steps=4, told=Told.GENERATE, seeds=(70,)), LAST], clock)
+    gate.release([Commit(call=0, version=0), generate((1, 80))], 0)
+    assert gate.release([], 4) == []
+    clock.time_s = 4.9
+    assert gate.release([], 4) == []
+    clock.time_s = 5.1
+    words = "before step 5 .* to generate the request of seed 70; .* not sent that for 5 s; 1 others .* of seed 80"
+    with pytest.raises(ReplayDiffers, match=words):
+        gate.release([], 4)
+
+
+def test_another_version_than_the_recorded_one_is_refused() -> None:
+    with pytest.raises(ReplayDiffers, match="told to commit version 1, and now to commit version 2"):
+        gate_of([LAST]).release([Commit(call=0, version=2)], 99)
+
+
+def test_an_engine_with_nothing_left_to_do_before_a_recorded_step_is_another_engine() -> None:
+    gate = gate_of([COMMIT_0, LAST])
+    gate.release([Commit(call=0, version=0)], 0)
+    with pytest.raises(ReplayDiffers, match=r"nothing left to do after 7 steps; .* made 99 before .* commit version 1"):
+        gate.refuse_idleness(7)
