@@ -80,7 +80,7 @@ class WeightsError(HeadraceError):
 
 
 class NeedsFull(WeightsError):
-    """A weight update whose bytes are wrong, or that builds on a version that is not here; sent whole it can be used."""
+    """A weight update whose bytes are wrong, or that builds on a version that is not here: it can be sent whole."""
 
 
 class LedgerError(HeadraceError):
