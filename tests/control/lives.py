@@ -61,13 +61,19 @@ class Plan:
     engine: Callable[[], Any] = lambda: FakeEngine(length=lognormal_lengths(40, 1.0, 300))
     learner: Callable[[], Any] = lambda: FakeLearner(token_s=0.002)
     scorer: Callable[[], Any] = lambda: FakeScorer(seconds=0.3)
+    taught: bool = False
     parts: Callable[[Parts], Parts] = lambda parts: parts
     """Changes the parts."""
 
     def settings(self) -> Settings:
         flow = {"groups_per_step": 2, "group_size": 3, "max_age": 1, **self.flow}
         run = {"steps": self.steps, "checkpoint_every": 2, **self.run}
-        return Settings(run=RunSection(**run), flow=FlowConfig(**flow), order=lambda number: number % self.num_tasks)
+        return Settings(
+            run=RunSection(**run),
+            flow=FlowConfig(**flow),
+            order=lambda number: number % self.num_tasks,
+            taught=self.taught,
+        )
 
     def open_ledger(self) -> SqliteLedger:
         config = self.settings().flow

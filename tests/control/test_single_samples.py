@@ -17,6 +17,17 @@ def test_groups_of_one_have_signal_where_the_rewards_of_a_batch_differ(tmp_path:
     assert live(plan).summary.status == "finished"
 
 
+def test_equal_rewards_are_no_reason_to_end_where_a_teacher_says_what_to_prefer(tmp_path: Path) -> None:
+    plan = Plan(
+        run_dir=tmp_path,
+        steps=6,
+        taught=True,
+        flow={"max_idle_batches": 2},
+        scorer=lambda: FakeScorer(reward=lambda _: 0.5),
+    )
+    assert live(plan).summary.status == "finished"
+
+
 def test_groups_of_one_whose_rewards_are_all_equal_end_the_run(tmp_path: Path) -> None:
     flow = {"max_idle_batches": 4, "group_size": 1, "min_episodes": 1}
     plan = Plan(run_dir=tmp_path, steps=50, flow=flow, scorer=lambda: FakeScorer(reward=lambda _: 0.5))

@@ -20,16 +20,15 @@ def train(
     as_json: bool = typer.Option(False, "--json", help="Print the summary (or the settings) as JSON."),
 ) -> None:
     """Train a model as the run file says."""
+    if run_file is None and replay is None:
+        raise typer.BadParameter("Missing argument 'RUN_FILE' (or --replay with the directory of a run).")
     from headrace.cli.ahead import compile_ahead
-    from headrace.errors import ConfigError
     from headrace.heap import growing_heap
 
     with growing_heap():
         from headrace.session import load_config
         from headrace.session.repeating import opened, recorded_settings
 
-    if run_file is None and replay is None:
-        raise ConfigError("neither a run file nor --replay is given", remedy="name the run file")
     config = load_config(run_file if replay is None or run_file else recorded_settings(replay), overrides)
     if dry_run:
         from headrace.session.explain import explain

@@ -45,5 +45,7 @@ class Settings:
     """Says which dataset row a group number attempts; ``None`` where the rows are used up."""
     curriculum: Curriculum | None = None
     """Says it in its place, if there is one."""
+    taught: bool = False
+    """Whether a teacher says what to prefer: a run goes on then however equal the rewards are."""
     fingerprint: str = ""
     """Names the configuration, in every snapshot."""

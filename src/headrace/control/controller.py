@@ -79,7 +79,7 @@ class Controller:
         self._sync = SyncLoop(self.state)
         self._rollout = RolloutLoop(self.state, finished)
         self._scoring = ScoringLoop(self.state, finished)
-        self._learning = LearningLoop(self.state, self._sync, self._saver)
+        self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
         self._evaluator = Evaluator(
             parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
         )

@@ -132,6 +132,7 @@ async def _train(
                 flow=config.flow,
                 order=row_order(config, len(prepared.tasks)),
                 curriculum=curriculum(config, len(prepared.tasks)),
+                taught=config.learner.teacher is not None,
                 fingerprint=prepared.fingerprint(),
             )
             if recording is not None:

@@ -30,8 +30,10 @@ class LearningLoop:
         unblocked_by="scoring, sync",
     )
 
-    def __init__(self, state: RunState, sync: SyncLoop, saver: Saver) -> None:
+    def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, taught: bool) -> None:
+        """``taught``: a teacher says what to prefer, where rewards do not."""
         self._state = state
+        self._taught = taught
         self._sync = sync
         self._saver = saver
         self._tuning = Tuning(state)
@@ -108,7 +110,7 @@ class LearningLoop:
 
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
         state = self._state
-        self._without_signal = 0 if have_signal(groups) else self._without_signal + 1
+        self._without_signal = 0 if self._taught or have_signal(groups) else self._without_signal + 1
         if self._without_signal == 0:
             return
         reward = groups[0].scored[0].reward

@@ -306,6 +306,8 @@ class SqliteLedger:
     def _check_pages(self) -> None:
         try:
             found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA quick_check(3)")]
+        except sqlite3.OperationalError:
+            raise  # a full disk, say: nothing is known of the file
         except sqlite3.DatabaseError as error:
             found = [str(error)]
         if found != ["ok"]:
