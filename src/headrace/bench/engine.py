@@ -155,6 +155,7 @@ def _play(bench: _Bench, match: Match) -> Found:
     caches: dict[str, int] = {}
     with ExitStack() as stack:
         sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
+        sides["native"].ask({"fill_cache": True})  # all its pages: what is resident besides them is not cache
         for name, side in sides.items():
             bench.tell(f"{match.name}: {name} warms up")
             # continuous batching plans its cache for the first order
@@ -188,18 +189,20 @@ def _play(bench: _Bench, match: Match) -> Found:
 
 
 def _floor(bench: _Bench, ours: Worker) -> Found:
-    """How near a step of a full batch comes to what the machine's matrix products and memory allow, and how much of it
-    is spent outside the model's forward pass."""
+    """How near a decoding step of a full batch comes to what the machine's matrix products and memory allow, and how
+    much of it is spent outside the model's forward pass. What the prompts take is measured apart, and not counted."""
     spec = SMALL if bench.quick else LARGE
     batch, new = (4, 8) if bench.quick else (64, 128)
     limits = {"matrix_size": 1024, "copied_bytes": 2**24 if bench.quick else 2**28}
-    order = order_of((new,) * batch)
+    order, prompts = order_of((new,) * batch), order_of((1,) * batch)
     ours.ask(order)
     fractions, outside_s, steps_s, gflops, gbytes = [], [], [], [], []
     for _ in range(bench.rounds):
-        able, answer = ours.ask(limits), ours.ask(order)
-        steps_s.append(answer["busy_s"] / answer["steps"])
-        outside_s.append((answer["busy_s"] - answer["forward_s"]) / answer["steps"])
+        able, begun, answer = ours.ask(limits), ours.ask(prompts), ours.ask(order)
+        steps = answer["steps"] - begun["steps"]
+        busy_s, forward_s = (answer[key] - begun[key] for key in ("busy_s", "forward_s"))
+        steps_s.append(busy_s / steps)
+        outside_s.append((busy_s - forward_s) / steps)
         fractions.append(step_floor_s(spec, batch, PROMPT + new / 2, able) / steps_s[-1])
         gflops.append(able["flop_per_s"] / 1e9)
         gbytes.append(able["bytes_per_s"] / 1e9)

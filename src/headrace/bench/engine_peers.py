@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from headrace.clock import RealClock
-from headrace.environ import child_environment
+from headrace.environ import child_environment, engine_environment
 from headrace.errors import ComponentDied
 
 VLLM_CACHE_BYTES = 2**30
@@ -74,6 +74,8 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment("", threads)
     command = [sys.executable, "-m", module, spec]
+    if side == "native":
+        environment |= engine_environment()  # as a run's engine has
     if side == "vllm":
         command = [vllm, "-P", str(_VLLM), spec]
         environment |= _vllm_environment(threads)

@@ -67,11 +67,10 @@ class Native:
         self._engine = NativeEngine(
             self._model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=self._clock
         )  # fmt: skip
-        cache = self._engine._cache
-        cache.clear(range(cache.num_blocks))  # all its pages are there now: what is resident besides them is not cache
         self._version = -1
         self._next_id = 0
-        self._commit()
+        for _ in (0, 1):  # the second lets go of the memory that the model was loaded into, as in a run
+            self._commit()
         self._forward_s = self._entered_s = 0.0
         self._model.register_forward_pre_hook(self._enter)
         self._model.register_forward_hook(self._leave)
@@ -81,6 +80,10 @@ class Native:
             return self._able(order)
         if "commits" in order:
             return self._commits(order)
+        if "fill_cache" in order:
+            cache = self._engine._cache
+            cache.clear(range(cache.num_blocks))
+            return {}
         self._add(order)
         before, self._forward_s = self._engine.stats(), 0.0
         while self._engine.has_work():

@@ -37,8 +37,10 @@ def serve(
     from headrace.clock import RealClock
     from headrace.config import merge, parse_override, validate
     from headrace.engine.server.config import ServeConfig
+    from headrace.environ import become_engine
     from headrace.heap import growing_heap, settled_heap
 
+    become_engine()
     given: dict[str, Any] = {
         "model": {"path": str(model.expanduser().resolve())},
         "serve": {"host": host, "port": port},

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environ import RankPlace, rank_environment
+from headrace.environ import RankPlace, engine_environment, rank_environment
 from headrace.sync.config import Route
 
 
@@ -88,6 +88,8 @@ Start = EngineStart | LearnerStart | ScorerStart
 
 def extra_environment(start: Start) -> dict[str, str]:
     """Environment variables that such a process needs beyond those of every process of the run."""
+    if isinstance(start, EngineStart):
+        return engine_environment()
     return rank_environment(start.place) if isinstance(start, LearnerStart) and start.world > 1 else {}
 
 
