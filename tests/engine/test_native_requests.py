@@ -132,6 +132,14 @@ def test_aborted_requests_give_back_what_was_sampled(engine: NativeEngine) -> No
     assert engine.abort([0, 1]) == []
 
 
+def test_penalised_answers_of_any_length_come_and_go(engine: NativeEngine) -> None:
+    asked = [request(one, [3 + one], max_new_tokens=70 + 4 * one, seed=one, presence_penalty=0.7) for one in range(6)]
+    together = run(engine, asked)  # more answers than rows, each longer than the columns that its penalties begin with
+    for one in asked:
+        by_itself = joined(run(engine, [one])[one.request_id])
+        assert joined(together[one.request_id]).ids_T.tolist() == by_itself.ids_T.tolist()
+
+
 def test_step_without_work_does_nothing(engine: NativeEngine) -> None:
     assert engine.step() == []
     assert engine.stats().steps == 0

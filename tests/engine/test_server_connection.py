@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import struct
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from headrace.engine.server.connection import Connection
+from tests.engine.server_process import CONTEXT, TOKEN, make_model, served
 
 IDLE_S = 0.1
 HEAD = b"GET / HTTP/1.1\r\nhost: me\r\n"
@@ -104,3 +110,21 @@ def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> None:
 async def _message(receive: Any, kind: str) -> None:
     while (await receive())["type"] != kind:
         pass
+
+
+def test_clients_that_leave_in_the_middle_of_a_stream_are_counted_and_not_logged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = json.dumps({"prompt": "a", "n": 32, "stream": True, "max_tokens": CONTEXT - 5, "ignore_eos": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: me\r\nauthorization: Bearer {TOKEN}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with served(make_model(tmp_path / "little")) as server:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall((head + body).encode())
+                client.recv(2**12)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # gone at once
+        while server.figures()["headrace_clients_gone_total"] < 3:
+            pass
+    assert capfd.readouterr().err.count("socket.send") == 0

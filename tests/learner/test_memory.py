@@ -83,7 +83,7 @@ def test_muon_in_one_process_is_saved_and_goes_on(model_dir, tmp_path) -> None:
 def test_prefixes_are_not_shared_between_ranks_of_one_context() -> None:
     from headrace.config import validate
 
-    with pytest.raises(ConfigError, match=r"share_prefixes=true with parallel.context=2"):
+    with pytest.raises(ConfigError, match=r"share_prefixes=true with learner.parallel.context=2"):
         validate(LearnerConfig, {"share_prefixes": True, "parallel": {"context": 2}})
 
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from headrace.config import validate
+from headrace.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer, learning_rate
 
@@ -47,3 +49,26 @@ def test_decay_shrinks_matrices_and_leaves_vectors():
     optimizer.step()
     torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
     assert torch.equal(vector.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"min_lr_frac": 0.5}, "learner.min_lr_frac=0.5 has no effect with learner.schedule='constant'"),
+        ({"optimizer": {"momentum": 0.9}}, "learner.optimizer.momentum=0.9 has no effect"),
+        ({"top_k": 5}, "learner.top_k=5 has no effect without learner.teacher"),
+        ({"share_prefixes": True, "parallel": {"context": 2}}, "learner.share_prefixes=true with learner.parallel"),
+        ({"parallel": {"expert": 2}}, "learner.parallel.expert=2 does not divide"),
+        ({"critic": {"clip": 0.2}}, "learner.critic.clip=0.2 bounds"),
+    ],
+)
+def test_settings_without_an_effect_are_refused_by_their_names(tree, problem):
+    with pytest.raises(ConfigError) as refused:
+        validate(LearnerConfig, tree)
+    assert refused.value.problem.startswith(problem)
+    assert "learner." in refused.value.remedy
+
+
+def test_settings_that_act_are_not_refused():
+    config = LearnerConfig(schedule="cosine", min_lr_frac=0.5, optimizer={"kind": "muon", "momentum": 0.9})
+    assert (config.min_lr_frac, config.optimizer.momentum) == (0.5, 0.9)

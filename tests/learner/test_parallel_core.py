@@ -77,8 +77,8 @@ def test_what_one_process_can_do_ranks_can(two: Found, alone: Found, name: str) 
     for case in cases:
         assert case["worst"] < 1e-5, case["layout"]
         differs = case["metrics"].pop("routing_differs", None)
-        if differs is not None:  # of the tokens that the first of the context's ranks computed
-            assert differs == pytest.approx(alone[name]["routing_differs"], abs=0.2)
+        if differs is not None:  # a row that fills up a part of a context is counted, too
+            assert differs == pytest.approx(alone[name]["routing_differs"], abs=0.02)
         assert_metrics(case["metrics"], alone[name])
 
 

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "gpt2": {},
     "gpt_neox": {},
     "gpt_oss": {

@@ -132,11 +132,14 @@ def test_architecture_that_cannot_work_is_refused_by_its_config(tmp_path: Path, 
         ("bloom", "attention interface"),
         ("diffllama", "calls come from layers [0, 0, 1, 1]"),
         ("stablelm", "without a plan"),
-        ("gptj", "cannot be loaded"),
+        ("gptj", "is a gptj: it does not attend through transformers' attention interface"),
     ],
 )
 def test_architecture_that_cannot_work_is_refused_by_what_it_does(tmp_path: Path, kind: str, reason: str) -> None:
-    assert reason in refused(tiny(tmp_path, kind))
+    message = refused(tiny(tmp_path, kind))
+    assert reason in message
+    assert message.count("remedy:") == 1
+    assert "decoder-only text model" in message
 
 
 def test_quantised_weights_are_refused(copy: Path) -> None:

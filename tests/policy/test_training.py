@@ -111,6 +111,31 @@ def test_custom_loss_may_combine_samples_of_different_micro_batches(model_dir):
     assert_close(found[0], found[1])
 
 
+def test_custom_loss_is_given_the_kept_policies(model_dir):
+    """After two updates the frozen π_old and the lagged reference are those that were the policy then."""
+    groups = made_up()
+    kept = {"old": {"kind": "frozen"}, "reference": {"kind": "lagged"}}
+    policy = load(model_dir, algo={"loss": "grpo", "old": "kept"}, learner=kept)
+    seen: list[LossInputs] = []
+
+    def imitate(inputs: LossInputs) -> torch.Tensor:
+        seen.append(inputs)
+        return -inputs.log_pi_N.sum()
+
+    for _ in range(3):
+        policy.forward_backward_custom(groups, imitate)
+        policy.optim_step()
+    log_pi = [inputs.log_pi_N.detach() for inputs in seen]
+    assert torch.equal(seen[2].log_old_N, log_pi[0])
+    assert torch.equal(seen[2].log_ref_N, log_pi[1])
+    assert not torch.equal(log_pi[0], log_pi[1])
+
+
+def test_an_advantage_that_a_teacher_gives_is_refused(model_dir):
+    with pytest.raises(ConfigError, match=r"advantage='reverse_kl' is for runs"):
+        load(model_dir, algo={"advantage": "reverse_kl"}, learner={"teacher": {"kind": "ema"}})
+
+
 def test_loss_of_one_call_leaves_that_of_the_next_alone(model_dir):
     groups = made_up()
     advantages = numbers_for(groups)

@@ -36,6 +36,8 @@ METRICS = {
     "explained_variance": "of a critic, before it learns from the batch: 1 − Var(R − V)/Var(R), R discounted to the "
     "token; missing where that has no variance",
     "value_loss, value_mean, critic_grad_norm": "mean of ½·(V − return)²; mean of V; norm of the critic's gradient",
+    "routing_differs": "in a mixture of experts: fraction of pairs of token and layer at which the router would now "
+    "choose other experts than the recorded ones, which compute",
     "dpo_accuracy, dpo_dropped": "fraction of pairs whose chosen side gained more; fraction of pairs left out",
 }
 """What the metrics of a loss mean, for the document of formulas."""

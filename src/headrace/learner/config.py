@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.errors import ConfigError
 from headrace.learner.companions.config import Frozen, KeptConfig, PolicyConfig
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
@@ -93,14 +94,27 @@ class LearnerConfig(Section):
     @model_validator(mode="after")
     def _top_k_has_a_teacher(self) -> LearnerConfig:
         if self.teacher is None and self.top_k != type(self).model_fields["top_k"].default:
-            raise ValueError(f"top_k={self.top_k} has no effect without learner.teacher; set that, or leave top_k out")
+            raise ConfigError(
+                f"learner.top_k={self.top_k} has no effect without learner.teacher",
+                remedy="set learner.teacher, or leave learner.top_k out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _floor_has_a_decay(self) -> LearnerConfig:
+        if self.min_lr_frac and self.schedule == "constant":
+            raise ConfigError(
+                f"learner.min_lr_frac={self.min_lr_frac} has no effect with learner.schedule='constant'",
+                remedy="set learner.schedule = 'linear' or 'cosine', or leave learner.min_lr_frac out",
+            )
         return self
 
     @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
         if self.share_prefixes and self.parallel.context > 1:
-            raise ValueError(
-                f"share_prefixes=true with parallel.context={self.parallel.context}: tokens that several samples share "
-                "cannot be parted over ranks; set share_prefixes = false, or parallel.context = 1"
+            raise ConfigError(
+                f"learner.share_prefixes=true with learner.parallel.context={self.parallel.context}: tokens that "
+                "several samples share cannot be parted over ranks",
+                remedy="set learner.share_prefixes = false, or learner.parallel.context = 1",
             )
         return self

@@ -185,7 +185,7 @@ class LearnerCore:
         work, mass, dropped = self._prepare(batch)
         if not work.mask_N.any():
             raise _nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self._accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
+        work = self.accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
         tally = Tally()
@@ -219,7 +219,7 @@ class LearnerCore:
             self._parts = _Parts()
         parts = self._parts
         work, mass, dropped = self._prepare(part)
-        self._backward(self._accompany(work), parts.tally)
+        self._backward(self.accompany(work), parts.tally)
         parts.mass += float(mass)
         parts.loss_tokens += part.num_loss_tokens
         for reason, count in dropped.items():
@@ -287,6 +287,17 @@ class LearnerCore:
         self._forward.refuse(batch)
         return self._logprobs(batch, batch.mask_N)
 
+    def accompany(self, work: Work) -> Work:
+        """With the columns of the companions; if one fails, no gradient is left."""
+        for companion in self._companions:
+            start_s = self._context.clock.now()
+            with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
+                undo.callback(self._forget)
+                work = companion.prepare(work)
+                undo.pop_all()
+            self._ended(companion.name, start_s)
+        return work
+
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
 
@@ -328,17 +339,6 @@ class LearnerCore:
         shares = self._objective.shares(layout(batch, mask))
         work = Work(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
-
-    def _accompany(self, work: Work) -> Work:
-        """With the columns of the companions; if one fails, no gradient is left."""
-        for companion in self._companions:
-            start_s = self._context.clock.now()
-            with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
-                undo.callback(self._forget)
-                work = companion.prepare(work)
-                undo.pop_all()
-            self._ended(companion.name, start_s)
-        return work
 
     def _backward(self, work: Work, tally: Tally) -> None:
         """Micro-batch by micro-batch; if one fails, no gradient is left."""

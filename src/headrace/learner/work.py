@@ -23,6 +23,9 @@ from headrace.learner.stats import TokenStats, step_metrics
 from headrace.types.batch import Batch
 from headrace.types.messages.codec import Codec
 
+ROUTED = "routing_differs"
+"""The metric of a replay; each rank counts the rows that it routes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -119,7 +122,7 @@ class Tally:
         self._losses.append(float(output.loss.detach()))
         self._metrics.append(output.metrics)
         if passed.seen is not None:
-            self._metrics.append({"routing_differs": Ratio(passed.seen.differing, passed.seen.total)})
+            self._metrics.append({ROUTED: Ratio(passed.seen.differing, passed.seen.total)})
         self._stats.append(
             TokenStats(
                 log_pi_L=passed.log_pi_M.detach().cpu().numpy()[mask_M],
@@ -130,7 +133,7 @@ class Tally:
 
     def join(self, ranks: AnyRanks) -> None:
         """The last micro-batch was added: what all ranks added, on each of them."""
-        if ranks.config.num_shares == 1:
+        if ranks.config.num_shares * ranks.config.context == 1:
             return
         codec = Codec(_Share)
         stats = TokenStats.concat([*self._stats, TokenStats.none()])
@@ -141,9 +144,11 @@ class Tally:
             log_mu_L=stats.log_mu_L,
             ages_L=stats.ages_L,
         )
-        shares: list[_Share] = [codec.decode(words) for words in ranks.gather_shares(codec.encode(mine))]
+        parts: list[_Share] = [codec.decode(words) for words in ranks.gather_parts(codec.encode(mine))]
+        shares = parts[:: ranks.config.context]  # all of one share say the same, but of the rows that they route
+        routed = [{ROUTED: Ratio(*part.metrics.pop(ROUTED))} for part in parts if ROUTED in part.metrics]
         self._losses = [share.loss for share in shares]
-        self._metrics = [{name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares]
+        self._metrics = [*routed, *({name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares)]
         self._stats = [
             TokenStats(log_pi_L=share.log_pi_L, log_mu_L=share.log_mu_L, ages_L=share.ages_L) for share in shares
         ]

@@ -2,7 +2,7 @@
 
 A forward pass runs over flattened tokens: ``[1, N]``, with no padding outside attention. Which tokens belong together
 is not in the shape but in the *plan* that travels to every layer. :class:`PackedPlan` (here) attends within whole
-sequences, with gradients; :class:`~headrace.models.cache.CachePlan` attends over a key-value cache.
+sequences, with gradients; :class:`~headrace.models.paged.base.PagedPlan` attends over a key-value cache.
 
 Shape legend: N tokens of the pass, T tokens of all sequences (N, unless some share rows), S sequences, B sequences of
 one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.

@@ -48,7 +48,8 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
     except Exception as error:  # an architecture that does not fit may fail in any way
-        raise _refusal(model, path, f"a packed forward pass fails: {error}") from error
+        words = error.problem if isinstance(error, ModelError) else str(error)
+        raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
     _refuse_strange_layers(model, path, plan.rules)
     model.set_attn_implementation("eager")
     alone_NV = model(input_ids=ids_N[None, FIRST:], use_cache=False).logits[0].float()

@@ -9,6 +9,8 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _REMEDY = "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors"
+
+
+@contextmanager
+def called(setting: str) -> Iterator[None]:
+    """Inside, the directory that is read is that of ``setting``, and errors say so."""
+    try:
+        yield
+    except ModelError as error:
+        problem, remedy = (text.replace("model.path", setting) for text in (error.problem, error.remedy))
+        raise ModelError(problem, remedy=remedy) from error
 
 
 def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
@@ -55,6 +67,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # refused below, by name
         )
     except Exception as error:  # a foreign architecture or file may fail in any way
+        _refuse_own_attention(config.path, error)
         raise ModelError(
             f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=_REMEDY
         ) from error
@@ -168,6 +181,18 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
                 f"model.path={path!r} is a {kind}: {reason}",
                 remedy=SUPPORTED,
             )
+
+
+def _refuse_own_attention(path: str, error: Exception) -> None:
+    """Older architectures look their attention up in a table of their own, by the name that we have asked for."""
+    from headrace.models.attention import NAME
+
+    if isinstance(error, KeyError) and error.args == (NAME,):
+        raise ModelError(
+            f"model.path={path!r} is a {read_config(path).model_type}: it does not attend through transformers' "
+            "attention interface",
+            remedy=SUPPORTED,
+        ) from error
 
 
 def _refuse_incomplete(path: str, info: dict[str, Any]) -> None:

@@ -60,6 +60,16 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_its_callers_advantages(self) -> Self:
+        if self.algo.advantage.by_teacher:
+            raise ConfigError(
+                f"a policy of a loop of its own takes the advantages that it is given: algo.advantage="
+                f"{self.algo.advantage.kind!r} is for runs",
+                remedy="set algo.loss = 'distill' to learn from learner.teacher",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_no_critic(self) -> Self:
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(

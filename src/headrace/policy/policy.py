@@ -299,16 +299,17 @@ class Policy:
 
         ``fn`` gets :class:`~headrace.algo.base.LossInputs` with every token of prompts and answers, one sample after
         the other, and returns the loss, or the loss and a dict of numbers to report. It is called once, whatever the
-        micro-batches, so it may combine samples as it likes; that takes a second forward pass. ``log_pi_N`` is 0
+        micro-batches, so it may combine samples as it likes; that takes a second forward pass. ``log_old_N`` is as
+        ``config.algo.old`` says, ``log_ref_N`` that of ``config.learner.reference``. ``log_pi_N`` is 0
         outside ``mask_N``, and a gradient there has no effect. Nothing is normalised but by ``fn``.
 
         Raises :class:`~headrace.errors.DataError` for a function that gives no loss or no finite gradient.
         """
         with self._learning("forward_backward_custom"):
             batch = make_batch(samples, advantages, self._terms())
+            self._objective.choose(objective.LINEAR)
             slopes_N, reported = slopes_of(fn, self._inputs(batch))
             linear = msgspec.structs.replace(batch, advantages_N=slopes_N.cpu().numpy().astype(np.float32))
-            self._objective.choose(objective.LINEAR)
             with self._unread():
                 gradient = self._learner.forward_backward(linear)
             return replace(gradient, metrics={**gradient.metrics, **reported})
@@ -351,10 +352,13 @@ class Policy:
         return Terms(step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size)
 
     def _inputs(self, batch: Batch) -> Any:
-        """All columns of the batch, with log π as the leaf that a loss is differentiated by."""
+        """All columns of the batch, those of kept weights too, with log π as the leaf that a loss is differentiated
+        by."""
         mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         work = Work(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
         log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
+        with self._unread():
+            work = self._learner.accompany(work)
         inputs = work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N)
         groups_S = torch.from_numpy(batch.groups_S.astype(np.int64)).to(log_pi_N.device)
         return replace(inputs, groups_S=groups_S)

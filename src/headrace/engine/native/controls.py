@@ -241,6 +241,7 @@ class Changes:
         self._counts_RU[rows_A, column_A] = torch.where(known_A, self._counts_RU[rows_A, column_A], 0.0) + 1
         self._used_R[rows_A] = used_A + ~known_A
 
+    @torch.inference_mode(False)  # widened within a pass, they are written to outside of one, too
     def _widen(self, width: int) -> None:
         missing = width - self._ids_RU.shape[1]
         if missing <= 0:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from headrace.clock import Clock
 from headrace.engine.base import EngineCore
@@ -29,6 +30,8 @@ from headrace.engine.server.connection import Connection
 from headrace.engine.server.prompts import Terms
 from headrace.errors import ConfigError
 
+_LOGGING = {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "asyncio": {"level": "ERROR"}}}
+"""Without asyncio's warnings of what is written behind a client that has just left: it is counted, not told."""
 LAST_RESORT_S = 5.0
 """After the grace period, how long connections may take to end before they are cut."""
 
@@ -106,6 +109,7 @@ class _Server:
             lifespan="off",
             access_log=False,
             log_level="warning",
+            log_config=_LOGGING,
             server_header=False,
             http=Connection,
             timeout_keep_alive=limits.idle_timeout_s,

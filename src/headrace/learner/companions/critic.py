@@ -45,7 +45,7 @@ from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.view import view_of
 from headrace.learner.work import Work
 from headrace.models.config import ModelConfig
-from headrace.models.load import load_model
+from headrace.models.load import called, load_model
 from headrace.models.weights import weight_tensors
 from headrace.types.batch import Batch
 
@@ -231,7 +231,8 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     policy's.
     """
     dtype: Any = str(policy.dtype).removeprefix("torch.")
-    model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
+    with called("learner.critic.path"):
+        model = load_model(ModelConfig(path=path, dtype=dtype), str(policy.device))
     if model.base_model_prefix not in model._modules:
         raise ModelError(
             f"learner.critic.path={path!r} is a {type(model).__name__}, which does not come apart into trunk and head",

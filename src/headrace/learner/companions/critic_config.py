@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.errors import ConfigError
 
 
 class CriticConfig(Section):
@@ -27,8 +28,8 @@ class CriticConfig(Section):
     @model_validator(mode="after")
     def _clip_has_something_to_bound(self) -> CriticConfig:
         if self.clip is not None and self.updates == 1:
-            raise ValueError(
-                f"clip={self.clip} bounds how far several updates of one batch may go, and updates=1; set updates > 1, "
-                "or leave clip out"
+            raise ConfigError(
+                f"learner.critic.clip={self.clip} bounds how far several updates of one batch may go, and updates=1",
+                remedy="set learner.critic.updates > 1, or leave clip out",
             )
         return self

@@ -35,7 +35,7 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import load_for
 from headrace.learner.work import Work
 from headrace.models.config import ModelConfig
-from headrace.models.load import load_tokenizer
+from headrace.models.load import called, load_tokenizer
 from headrace.types.batch import Batch
 
 
@@ -74,9 +74,10 @@ class OfAnother:
     kept: KeptWeights | None = None
 
     def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
-        _refuse_vocabulary(config.path, parts.context.model_dir, setting)
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
-        model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
+        with called(f"{setting}.path"):
+            _refuse_vocabulary(config.path, parts.context.model_dir, setting)
+            model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
             parts.config,

@@ -38,14 +38,16 @@ class ParallelConfig(Section):
             return self
         inside = self.data * self.context * self.tensor
         if self.expert % self.tensor:
-            raise ValueError(
-                f"expert={self.expert} is no multiple of tensor={self.tensor}: ranks with one batch share its experts; "
-                f"set expert to a multiple of {self.tensor}, or tensor = 1"
+            raise ConfigError(
+                f"learner.parallel.expert={self.expert} is no multiple of tensor={self.tensor}: ranks with one batch "
+                "share its experts",
+                remedy=f"set learner.parallel.expert to a multiple of {self.tensor}, or tensor = 1",
             )
         if inside % self.expert:
-            raise ValueError(
-                f"expert={self.expert} does not divide data·context·tensor={inside}, the ranks that experts lie "
-                f"across; set expert to a divisor of {inside}, or data to {self.expert}"
+            raise ConfigError(
+                f"learner.parallel.expert={self.expert} does not divide data·context·tensor={inside}, the ranks that "
+                "experts lie across",
+                remedy=f"set learner.parallel.expert to a divisor of {inside}, or data to {self.expert}",
             )
         return self
 
@@ -127,3 +129,12 @@ class OptimizerConfig(Section):
     the same ``lr`` serves); AdamW for the rest."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's; AdamW has ``betas``."""
+
+    @model_validator(mode="after")
+    def _momentum_is_muons(self) -> OptimizerConfig:
+        if self.kind != "muon" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ConfigError(
+                f"learner.optimizer.momentum={self.momentum} has no effect with learner.optimizer.kind={self.kind!r}",
+                remedy="set learner.optimizer.kind = 'muon', or learner.betas",
+            )
+        return self

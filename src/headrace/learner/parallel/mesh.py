@@ -51,7 +51,7 @@ class Alone:
     def gather(self, words: bytes) -> list[bytes]:
         return [words]
 
-    def gather_shares(self, words: bytes) -> list[bytes]:
+    def gather_parts(self, words: bytes) -> list[bytes]:
         return [words]
 
     def wait(self) -> None:
@@ -106,9 +106,9 @@ class Ranks:
         dist.all_gather(theirs, mine)
         return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
-    def gather_shares(self, words: bytes) -> list[bytes]:
-        """What the first rank of each share says, in order."""
-        return self.gather(words)[:: self.config.context * self.config.tensor]
+    def gather_parts(self, words: bytes) -> list[bytes]:
+        """What the first rank of each part of each share says, in order."""
+        return self.gather(words)[:: self.config.tensor]
 
     def hear(self, words: bytes | None) -> bytes:
         """What the leading rank says; the others hand in ``None``."""

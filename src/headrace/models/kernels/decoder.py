@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from headrace.models.attention import PLAN, forward
 from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
 from headrace.models.kernels.ops import Decoder, Kernels, Step, norm_of, point, turn_of
-from headrace.models.paged.base import Geometry, LayerShape, PagedCache, PagedPlan
+from headrace.models.paged.base import Geometry, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
+from headrace.models.shapes import cache_shapes
 
 _PARTS = {
     "input_layernorm": FusedNorm,
@@ -87,11 +88,11 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     if not layers:
         return {}
     with torch.inference_mode():
-        wanted = _decoded(model)
+        wanted = _decoded(model, ops)
         for module in layers:
             module.forward = FusedDecoder(module, ops)
         try:
-            same = torch.equal(_decoded(model), wanted)
+            same = torch.equal(_decoded(model, ops), wanted)
         except Exception:  # noqa: BLE001 - a foreign layer may be called in any way
             same = False
     if not same:  # a layer that does more than its modules
@@ -109,19 +110,14 @@ def _is_plain(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
-def _decoded(model: nn.Module) -> Tensor:
+def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
     """Logits of a probe that fills a paged cache and then decodes over it."""
-    fused = [m.__dict__["forward"] for m in model.modules() if isinstance(m.__dict__.get("forward"), FusedAttention)]
-    shapes = [
-        LayerShape(heads=f.sizes[1][0], key_size=f.sizes[1][1], value_size=f.sizes[2][1])
-        for f in sorted(fused, key=lambda f: f.rule.layer)
-    ]
-    cache = PagedCache(shapes, 4, dtype=torch.float32, device="cpu")
+    cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also of layers that attend on torch
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
     for counts in (_PROBE, (1, 1), (1, 1)):
         counts_R = np.array(counts, np.int64)
         geometry = Geometry(tables_RB=tables_RB, starts_R=starts_R.copy(), counts_R=counts_R, num_decode=0)
-        plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(fused[0].ops, g, d), torch.device("cpu"))
+        plan = PagedPlan(cache, geometry, lambda g, d: CompiledAttention(ops, g, d), torch.device("cpu"))
         ids_N = torch.arange(int(counts_R.sum())) * 3 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         found.append(forward(model, ids_N, plan))
         starts_R += counts_R
