@@ -10,25 +10,45 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.control.summary import Summary
+    from headrace.env.interface import Env, StepResult
+    from headrace.env.policy import Episode
     from headrace.errors import HeadraceError
     from headrace.policy import Policy
+    from headrace.scoring import sandbox
     from headrace.session import Evaluation, RunConfig, evaluate, load_config, train
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Env": "headrace.env.interface",
+    "Episode": "headrace.env.policy",
     "Evaluation": "headrace.session",
     "HeadraceError": "headrace.errors",
     "Policy": "headrace.policy",
     "RunConfig": "headrace.session",
+    "StepResult": "headrace.env.interface",
     "Summary": "headrace.control.summary",
     "evaluate": "headrace.session",
     "load_config": "headrace.session",
+    "sandbox": "headrace.scoring",
     "train": "headrace.session",
 }
 """Public names and the modules they come from: imported when they are first asked for."""
 
-__all__ = ["Evaluation", "HeadraceError", "Policy", "RunConfig", "Summary", "evaluate", "load_config", "train"]
+__all__ = [
+    "Env",
+    "Episode",
+    "Evaluation",
+    "HeadraceError",
+    "Policy",
+    "RunConfig",
+    "StepResult",
+    "Summary",
+    "evaluate",
+    "load_config",
+    "sandbox",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ RUN_TOKEN = "HEADRACE_RUN_TOKEN"
 def run_token() -> str:
     """The secret that the launcher hands to the processes of one run; empty outside a run."""
     return os.environ.get(RUN_TOKEN, "")
+
+
+def secret(name: str) -> str:
+    """A key that a setting names instead of holding it; empty where it is not set."""
+    return os.environ.get(name, "")
 
 
 def child_environment(token: str, num_threads: int) -> dict[str, str]:
@@ -41,6 +47,18 @@ def engine_environment() -> dict[str, str]:
 def become_engine() -> None:
     """Give this process :func:`engine_environment`; too late once torch is loaded."""
     os.environ.update(engine_environment())
+
+
+def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a program that a run starts for an episode: ``variables``, and nothing of the run's own.
+
+    Its ``python`` is the one that runs the run. What it asks of this machine goes through no proxy.
+    """
+    hidden = (RUN_TOKEN, "ANTHROPIC_AUTH_TOKEN")  # a client would send that one, too
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    direct = ",".join(filter(None, ["127.0.0.1", "localhost", inherited.get("NO_PROXY") or inherited.get("no_proxy")]))
+    path = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), inherited.get("PATH")]))
+    return {**inherited, "PATH": path, "NO_PROXY": direct, "no_proxy": direct, **variables}
 
 
 def shared_memory_root() -> Path:

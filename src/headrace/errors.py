@@ -7,6 +7,8 @@
     ├── RequestError (ValueError)    one request that an engine cannot serve
     │   ├── EngineFull (ValueError)     it has as many as it takes: later it might
     │   └── SequenceFailed (ValueError) it was sound, and broke while it was computed
+    ├── EpisodeError                 one episode that cannot go on, by a reason that is counted
+    │   └── BudgetSpent                 it has used up turns, tokens, tool calls or context
     ├── EnvError                     a reward or environment that cannot be used at all
     ├── WeightsError                 a weight update refused before anything changed
     │   └── NeedsFull                   its bytes are wrong, or the version it builds on is not here: send it whole
@@ -69,6 +71,18 @@ class EngineFull(RequestError):
 
 class SequenceFailed(RequestError):
     """A sequence broke while it was computed; the request itself was sound."""
+
+
+class EpisodeError(HeadraceError):
+    """One episode that cannot go on; the others do. ``reason`` is what it is counted by."""
+
+    def __init__(self, problem: str, *, remedy: str, reason: str = "env_error") -> None:
+        super().__init__(problem, remedy=remedy)
+        self.reason = reason
+
+
+class BudgetSpent(EpisodeError):
+    """An episode has used up what it may have of turns, tokens, tool calls or context."""
 
 
 class EnvError(HeadraceError):

@@ -14,7 +14,7 @@ from headrace.errors import EnvError
 from headrace.launch.clients.scorer import MAX_DEATHS
 from headrace.launch.hosts import SPOKE
 from headrace.scoring import Scores
-from tests.launch.workers import crew, is_alive, task
+from tests.launch.workers import crew, is_alive, processes_of, task
 
 DEEDS = """
     import os, pathlib, re, signal, subprocess, sys, threading, time
@@ -25,16 +25,14 @@ DEEDS = """
         deed, _, detail = completion.partition(" ")
         match deed:
             case "hang":
-                child = subprocess.Popen(["sleep", "1000"])
-                (here / "grandchild").write_text(str(child.pid))
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", str(here / "child")])
                 threading.Event().wait()
             case "spin":  # never lets go of the interpreter's lock
                 re.match(r"(a|a)*$", "a" * 64 + "b")
             case "exit":
                 os._exit(int(detail or 7))
             case "parent":
-                child = subprocess.Popen(["sleep", "1000"])
-                (here / "grandchild").write_text(str(child.pid))
+                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", str(here / "child")])
                 os._exit(7)
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -69,7 +67,7 @@ def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) 
             assert hanging == Scores(rewards=(), failure="reward_timeout: no reward for 1.5 s")
             assert others == [ONE] * 3
             assert first.state == "ended"
-            assert not is_alive(int((tmp_path / "grandchild").read_text()))
+            assert not processes_of(tmp_path / "child")
             assert await at.score("slow 0", "shout") == [ONE] * 2  # the replacement serves, whatever is printed
             assert len(at.children) == 2
             assert at.warnings == ["a reward has not returned for 1.5 s: its worker is replaced"]
@@ -158,8 +156,7 @@ def test_what_a_worker_started_does_not_outlive_it(tmp_path: Path) -> None:
         async with crew(tmp_path, DEEDS) as at:
             (crashed,) = await at.score("parent")
             assert crashed.failure.startswith("reward_crashed")
-            while is_alive(int((tmp_path / "grandchild").read_text())):
-                pass  # the signal is on its way
+            assert not processes_of(tmp_path / "child")
 
     asyncio.run(main())
 
@@ -196,11 +193,22 @@ def test_calls_of_a_worker_that_has_died_unnoticed_are_made_again(tmp_path: Path
     asyncio.run(main())
 
 
-def test_workers_that_all_die_end_the_run_in_words(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_calls_that_kill_their_workers_are_counted_however_many_there_are(tmp_path: Path) -> None:
     async def main() -> None:
         async with crew(tmp_path, DEEDS) as at:
-            while True:
-                await at.score("exit")
+            for scores in await at.score(*["exit"] * (MAX_DEATHS + 1)):
+                assert scores.failure.startswith("reward_crashed")
+
+    asyncio.run(main())
+
+
+def test_workers_that_all_die_unasked_end_the_run_in_words(tmp_path: Path) -> None:
+    dying = "import os, threading; threading.Timer(0.3, os._exit, [7]).start()\ndef reward(completion): ..."
+
+    async def main() -> None:
+        async with crew(tmp_path, dying):
+            await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as ended:
         asyncio.run(main())

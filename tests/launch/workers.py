@@ -18,12 +18,13 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Site
 from headrace.launch.clients import ScorerPool, Terms
 from headrace.launch.clients.peer import Peer
-from headrace.launch.starts import ScorerStart, Start
-from headrace.scoring import Scores
+from headrace.launch.starts import Keep, ScorerStart, Start
+from headrace.scoring import FunctionReward, Scores
 from headrace.types.messages import scorer
 from headrace.types.task import Task
 
 TOKEN = "the-token-of-this-run"
+KEEP = Keep(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
 
 
 @asynccontextmanager
@@ -58,16 +59,19 @@ class Crew:
 
 
 @asynccontextmanager
-async def crew(tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: float = 20.0) -> AsyncIterator[Crew]:
+async def crew(
+    tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: float = 20.0, within_s: float = 60.0
+) -> AsyncIterator[Crew]:
     """Workers that call the ``reward`` of ``code``; the body runs when all are there."""
     path = tmp_path / "reward.py"
     path.write_text(textwrap.dedent(code))
+    section = FunctionReward(ref=f"{path}:reward", concurrency=32)
     numbers = itertools.count()
     async with site(tmp_path) as place:
 
         async def start_worker() -> Child:
             child = await start_child(
-                place, f"scorer-{next(numbers)}", ScorerStart(reward=f"{path}:reward", concurrency=32)
+                place, f"scorer-{next(numbers)}", ScorerStart(reward=section.model_dump(mode="json"), keep=KEEP)
             )
             made.children.append(child)
             return child
@@ -79,7 +83,7 @@ async def crew(tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: fl
         )
         made = Crew(pool=pool)
         try:
-            async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
                 running = group.create_task(pool.run())
                 await pool.started()
                 yield made
@@ -92,6 +96,16 @@ async def crew(tmp_path: Path, code: str, *, num_workers: int = 1, timeout_s: fl
 def task() -> Task:
     """A row to score against."""
     return Task(row_index=0, row={"prompt": "p"}, prompt="p", prompt_ids_T=np.zeros(1, np.int32))
+
+
+def processes_of(mark: Path) -> list[int]:
+    """The processes that have ``mark`` in their command line and run: their own numbers are those of a namespace."""
+    found = psutil.process_iter(["cmdline", "status"])
+    return [
+        process.pid
+        for process in found
+        if str(mark) in (process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 def is_alive(pid: int) -> bool:

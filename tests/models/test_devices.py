@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.fleet import FleetConfig
 from headrace.errors import ConfigError
 from headrace.models.devices import Devices, num_gpus, settle, settle_one, use
 
@@ -12,13 +13,13 @@ from headrace.models.devices import Devices, num_gpus, settle, settle_one, use
 @pytest.mark.parametrize(
     ("gpus", "ranks", "expected"),
     [
-        (0, 1, Devices(engine="cpu", learner=("cpu",))),
-        (0, 2, Devices(engine="cpu", learner=("cpu", "cpu"))),
-        (1, 1, Devices(engine="cuda:0", learner=("cuda:0",))),
-        (2, 1, Devices(engine="cuda:1", learner=("cuda:0",))),
-        (2, 2, Devices(engine="cuda:1", learner=("cuda:0", "cuda:1"))),
-        (8, 4, Devices(engine="cuda:7", learner=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))),
-        (4, 0, Devices(engine="cuda:3", learner=())),
+        (0, 1, Devices(engines=("cpu",), learner=("cpu",))),
+        (0, 2, Devices(engines=("cpu",), learner=("cpu", "cpu"))),
+        (1, 1, Devices(engines=("cuda:0",), learner=("cuda:0",))),
+        (2, 1, Devices(engines=("cuda:1",), learner=("cuda:0",))),
+        (2, 2, Devices(engines=("cuda:1",), learner=("cuda:0", "cuda:1"))),
+        (8, 4, Devices(engines=("cuda:7",), learner=("cuda:0", "cuda:1", "cuda:2", "cuda:3"))),
+        (4, 0, Devices(engines=("cuda:3",), learner=())),
     ],
 )
 def test_unset_devices_use_every_machine_as_it_is(gpus: int, ranks: int, expected: Devices) -> None:
@@ -29,18 +30,37 @@ def test_unset_devices_use_every_machine_as_it_is(gpus: int, ranks: int, expecte
 def test_settled_devices_stay_what_they_are(gpus: int) -> None:
     """So that a process may settle again what its run has settled."""
     settled = settle("auto", "auto", ranks=1, gpus=gpus)
-    assert settle(settled.engine, settled.learner[0], ranks=1, gpus=gpus) == settled
-    assert settle_one("engine.device", settled.engine, gpus=gpus) == settled.engine
+    assert settle(settled.engines[0], settled.learner[0], ranks=1, gpus=gpus) == settled
+    assert settle_one("engine.device", settled.engines[0], gpus=gpus) == settled.engines[0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "expected"),
+    [
+        (0, "auto", ["cpu", "cpu", "cpu"]),
+        (1, "auto", ["cuda:0", "cuda:0", "cuda:0"]),
+        (2, "auto", ["cuda:1", "cuda:1", "cuda:1"]),
+        (3, "auto", ["cuda:2", "cuda:1", "cuda:2"]),
+        (3, "cuda:2", ["cuda:1", "cuda:0", "cuda:1"]),
+        (8, "auto", ["cuda:7", "cuda:6", "cuda:5"]),
+    ],
+)
+def test_several_engines_take_what_the_learner_leaves(gpus: int, learner: str, expected: list[str]) -> None:
+    devices = settle("auto", learner, ranks=1, gpus=gpus, count=3)
+    assert list(devices.engines) == expected
+    shares = [FleetConfig(count=3, cache_share=0.6).of_one(place, devices).cache_share for place in range(3)]
+    assert shares == [pytest.approx(0.6 / expected.count(device)) for device in expected]
 
 
 def test_named_devices_win() -> None:
-    assert settle("cpu", "cuda", ranks=1, gpus=2) == Devices(engine="cpu", learner=("cuda:0",))
-    assert settle("cuda:0", "cuda:1", ranks=1, gpus=2) == Devices(engine="cuda:0", learner=("cuda:1",))
-    assert settle("cuda", "cpu", ranks=2, gpus=2) == Devices(engine="cuda:1", learner=("cpu", "cpu"))
+    assert settle("cuda:1", "auto", ranks=1, gpus=4, count=2).engines == ("cuda:1", "cuda:1")
+    assert settle("cpu", "cuda", ranks=1, gpus=2) == Devices(engines=("cpu",), learner=("cuda:0",))
+    assert settle("cuda:0", "cuda:1", ranks=1, gpus=2) == Devices(engines=("cuda:0",), learner=("cuda:1",))
+    assert settle("cuda", "cpu", ranks=2, gpus=2) == Devices(engines=("cuda:1",), learner=("cpu", "cpu"))
 
 
 def test_kernels_for_processors_alone_choose_a_processor_unless_told_otherwise() -> None:
-    assert settle("auto", "auto", ranks=1, gpus=2, only_cpu=True) == Devices(engine="cpu", learner=("cpu",))
+    assert settle("auto", "auto", ranks=1, gpus=2, only_cpu=True) == Devices(engines=("cpu",), learner=("cpu",))
     assert settle_one("device", "cuda", gpus=2, only_cpu=True) == "cuda:0"
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import SingleTurn
-from headrace.errors import ComponentDied, RequestError
+from headrace.env import OpenEpisode, Outcome, SingleTurn
+from headrace.errors import BudgetSpent, ComponentDied, RequestError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason
 from headrace.types.sampling import Sampling
+from headrace.types.scored import paths
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn, Tokens
 
@@ -46,13 +49,14 @@ def chunk(*ids: int, version: int, stop_reason: StopReason | None = None) -> Tok
     return TokenChunk(tokens=tokens, stop_reason=stop_reason)
 
 
-def run(engine: Scripted, env: object = None, arrived: list[int] | None = None) -> Episode:
+def run(engine: Scripted, env: object = None, arrived: list[int] | None = None, **settings: Any) -> Episode:
     runner = EpisodeRunner(
         engine=engine,
         env=env or SingleTurn(),
         sampling=Sampling(max_new_tokens=8, temperature=0.7),
         run_seed=3,
         on_tokens=([] if arrived is None else arrived).append,
+        **settings,
     )
     return run_virtual(runner.run(EpisodeKey(2, 1), TASK))
 
@@ -79,9 +83,10 @@ def test_engine_is_asked_with_the_settings_and_the_episodes_own_seed() -> None:
 
 def test_every_turn_of_an_episode_has_a_seed_of_its_own() -> None:
     class TwoTurns(SingleTurn):
-        async def run(self, task: Task, policy: object) -> list[Turn]:
-            first = await policy.sample(task.prompt_ids_T, parent=0)
-            return [first, await policy.sample(task.prompt_ids_T, parent=0)]
+        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            await episode.sample(task.prompt_ids_T)
+            await episode.sample(task.prompt_ids_T)
+            return Outcome()
 
     engine = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP))
     run(engine, TwoTurns())
@@ -119,3 +124,84 @@ def test_what_an_environment_raises_fails_its_own_episode_only() -> None:
 def test_death_of_a_part_is_not_taken_for_a_failed_episode() -> None:
     with pytest.raises(ComponentDied):
         run(Scripted(ComponentDied("the engine is gone", remedy="resume")))
+
+
+class Fails(SingleTurn):
+    """Asks, and fails as often as it is told to."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.left = times
+        self.error = error
+
+    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        await episode.sample(task.prompt_ids_T)
+        if self.left:
+            self.left -= 1
+            raise self.error
+        await episode.sample([*task.prompt_ids_T, 7, 9])
+        return Outcome(reward=0.5, turn_rewards={1: 0.5})
+
+
+def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> None:
+    engine = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP))
+    episode = run(engine, Fails(2, ConnectionError("gone")), retries=2)
+    assert (episode.status, episode.reward) == (EpisodeStatus.FINISHED, 0.5)
+    assert [prompt for prompt, _ in engine.asked] == [[5, 6], [5, 6, 7, 9]]
+    assert [turn.author for turn in episode.turns] == ["task", "policy", "user", "policy"]
+    assert [turn.reward for turn in episode.turns] == [None, 0.5, None, None]
+
+
+def test_an_attempt_is_made_again_as_often_as_allowed_and_only_where_its_environment_failed() -> None:
+    engine = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP))
+    episode = run(engine, Fails(2, ConnectionError("gone")), retries=1)
+    assert episode.cause == "env_error: ConnectionError: gone"
+    spent = Fails(1, BudgetSpent("no turns are left", remedy="raise env.max_turns", reason="max_turns"))
+    episode = run(engine, spent, retries=1)
+    assert (episode.status, episode.cause) == (EpisodeStatus.FAILED, "max_turns: no turns are left")
+
+
+def test_an_environment_that_never_asks_is_a_failed_episode() -> None:
+    class Silent(SingleTurn):
+        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            return Outcome(reward=1.0)
+
+    episode = run(Scripted(), Silent())
+    assert (episode.status, episode.cause.partition(":")[0]) == (EpisodeStatus.FAILED, "nothing_sampled")
+
+
+def test_answers_that_were_not_chosen_carry_no_loss() -> None:
+    class Chooses(SingleTurn):
+        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            await episode.sample(task.prompt_ids_T)
+            best = await episode.sample(task.prompt_ids_T)
+            return Outcome(reward=1.0, trained=(best.turn,))
+
+    episode = run(Scripted(chunk(7, version=0, stop_reason=StopReason.STOP)), Chooses())
+    assert [turn.untrained for turn in episode.turns] == ["", "not_chosen", ""]
+    (sample,) = paths(episode, 1.0)
+    assert sample.mask_T.tolist() == [False, False, True]
+
+
+def test_a_turn_that_two_paths_share_carries_loss_on_the_first_and_a_path_without_any_is_no_sample() -> None:
+    class Branches(SingleTurn):
+        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            await episode.sample([5])
+            await episode.sample([5, 7, 8])
+            await episode.sample([5, 7, 9])
+            with contextlib.suppress(RequestError):
+                await episode.sample([5, 7, 1])
+            return Outcome(reward=1.0)
+
+    class Refuses(Scripted):
+        async def generate(
+            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+        ) -> AsyncIterator[TokenChunk]:
+            if prompt_ids_T[-1] == 1:
+                raise RequestError("not that", remedy="ask for something else")
+            async for each in super().generate(prompt_ids_T, sampling, options):
+                yield each
+
+    episode = run(Refuses(chunk(7, version=0, stop_reason=StopReason.STOP)), Branches())
+    samples = paths(episode, 1.0)
+    assert [sample.tokens.ids_T.tolist() for sample in samples] == [[5, 7, 8, 7], [5, 7, 9, 7]]
+    assert [sample.mask_T.tolist() for sample in samples] == [[False, True, False, True], [False, False, False, True]]

@@ -52,7 +52,8 @@ def assert_told(words: str, problem: str, remedy: str, *waits: str) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_ends_the_run_within_seconds(tmp_path: Path, model_dir: Path) -> None:
-    words, _ = struck(a_run(tmp_path, model_dir, SLOW_REWARD), "engine", signal.SIGKILL, within_s=DEADLINE_S)
+    run_file = a_run(tmp_path, model_dir, SLOW_REWARD, launch={"engine_restarts": 0})
+    words, _ = struck(run_file, "engine", signal.SIGKILL, within_s=DEADLINE_S)
     assert_told(words, r"engine \(pid \d+\) was killed by SIGKILL", "--resume", r"waits \d+ s for .*, which .* brings")
 
 

@@ -33,6 +33,7 @@ def test_a_run_that_is_stopped_and_killed_in_every_way_ends_with_the_weights_of_
         model_dir,
         reward=SLOW_REWARD,
         flow={"groups_per_step": 2, "group_size": 4, "max_age": 0},
+        launch={"engine_restarts": 0},
         run={"dir": "run", "steps": STEPS, "checkpoint_every": 3},
     )
     run_dir = tmp_path / "run"

@@ -67,6 +67,26 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert refused.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem", "remedy"),
+    [
+        (["learner.tokens_per_microbatch=9"], "=9, and a sample may have 10 tokens", "tokens_per_microbatch >= 10"),
+        (['learner.reference={kind="frozen",path="nowhere"}'], r"learner\.reference\.path='.*nowhere'", "of a model"),
+        (['learner.reference={kind="model",path="nowhere"}'], r"learner\.reference\.path='.*nowhere'", "of a model"),
+        (["algo.advantage=gae", "learner.critic.path=nowhere"], r"learner\.critic\.path='.*nowhere'", "of a model"),
+        (["model.lora.adapter=nowhere"], r"model\.lora\.adapter='.*nowhere'", "of an adapter"),
+        (["model.lora.rank=4", "learner.parallel.data=2"], "model.lora is for one process", "leave model.lora out"),
+        (["learner.parallel.tensor=3"], "tensor=3 does not fit", "a divisor of 2"),
+    ],
+)
+def test_what_the_learner_could_not_do_is_refused_before_anything_starts(
+    prepared: Prepare, overrides: list[str], problem: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as refused:
+        prepared(*overrides)
+    assert remedy in refused.value.remedy
+
+
 def test_prompts_that_are_all_too_long_are_refused_even_where_held_out_ones_fit(
     tmp_path: Path, prepared: Prepare
 ) -> None:

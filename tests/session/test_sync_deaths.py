@@ -82,6 +82,7 @@ def test_learner_killed_while_staging_and_engine_killed_while_committing_are_nam
         engine={"max_new_tokens": 20, "max_sequences": 16},
         flow={"groups_per_step": 2, "group_size": 4, "max_age": 2},
         sync={"transport": transport, "codec": codec, "interrupt": interrupt},
+        launch={"engine_restarts": 0},
         run={"dir": "run", "steps": STEPS, "checkpoint_every": 1},
     )
     kill_while(run_file, "learner", "the staging of version")

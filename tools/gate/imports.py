@@ -12,7 +12,7 @@ from pathlib import Path
 from tools.gate.source import Finding, Source
 
 ROOMS = (
-    *("errors", "clock", "environ", "heap", "types", "config", "models", "engine", "sync", "algo", "env", "scoring"),
+    *("errors", "clock", "environ", "heap", "types", "config", "models", "engine", "sync", "algo", "scoring", "env"),
     *("rollout", "flow", "learner", "checkpoint", "control", "launch", "plan", "observe", "recipes", "session"),
     *("policy", "bench", "cli", "testing", "headrace", "__main__"),
 )

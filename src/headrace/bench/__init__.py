@@ -13,9 +13,11 @@ _BENCHMARKS = {
     "algo": "headrace.bench.algo",
     "engine": "headrace.bench.engine",
     "faults": "headrace.bench.faults",
+    "fleet": "headrace.bench.fleet",
     "learner": "headrace.bench.learner",
     "ledger": "headrace.bench.ledger",
     "loop": "headrace.bench.loop",
+    "scoring": "headrace.bench.scoring",
     "sync": "headrace.bench.sync",
 }
 """Name of the benchmark and the module whose ``measure`` runs it."""

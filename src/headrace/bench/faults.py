@@ -48,7 +48,8 @@ SETTINGS = (
     *("model.deterministic=true", "data.eval_path=", "env.reward_workers=2"),
     *("engine.temperature=8.0", "engine.max_new_tokens=48", "engine.flush_tokens=4"),
     *("flow.groups_per_step=8", "flow.group_size=4", f"flow.record_tokens={RECORD_TOKENS}"),
-    *("launch.engine_threads=1", "launch.learner_threads=1", "observe.view=plain", "observe.report=false"),
+    *("launch.engine_threads=1", "launch.learner_threads=1", "launch.engine_restarts=0"),
+    *("observe.view=plain", "observe.report=false"),
     *(f"run.steps={STEPS}", f"run.checkpoint_every={SAVE_EVERY}"),
 )
 

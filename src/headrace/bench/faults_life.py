@@ -88,7 +88,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
     """One life of the run in ``run_dir``, in which a part is killed at ``moment``."""
     clock = RealClock()
     began_s = clock.now()
-    async with _started(arguments, resume=resume) as program:
+    async with started(arguments, resume=resume) as program:
         life = Life(pid=program.pid, resumed=resume)
         watch = _Watch(program=program, run_dir=run_dir, life=life, began_s=began_s)
         try:
@@ -112,7 +112,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
 
 
 @asynccontextmanager
-async def _started(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
+async def started(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
     """The program; it does not outlive the body."""
     words = ["train", *arguments, *(["--resume"] if resume else [])]
     program = await asyncio.create_subprocess_exec(

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from headrace import __version__
-from headrace.cli import bench, check, demo, evaluate, export, ledger, serve, status, train
+from headrace.cli import bench, check, demo, evaluate, export, ledger, recipes, serve, status, train
 from headrace.cli.output import complain
 from headrace.errors import HeadraceError
 
@@ -26,6 +26,7 @@ app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("status")(status.status)
 app.command("ledger")(ledger.ledger)
+app.command("recipes")(recipes.recipes)
 app.command("bench")(bench.bench)
 app.add_typer(check.app, name="check")
 

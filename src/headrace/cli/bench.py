@@ -8,10 +8,12 @@ from headrace.cli.output import console, print_json
 
 
 def bench(
-    name: str = typer.Argument(help="Which benchmark: loop, algo, engine, faults, learner, ledger or sync."),
+    name: str = typer.Argument(help="Which: loop, algo, engine, faults, fleet, learner, ledger, scoring or sync."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     threads: int = typer.Option(0, min=0, help="engine, learner, sync: threads of each side; 0 for its default."),
-    quick: bool = typer.Option(False, "--quick", help="engine, learner, ledger, sync: only show that it runs."),
+    quick: bool = typer.Option(
+        False, "--quick", help="engine, fleet, learner, ledger, scoring, sync: only show that it runs."
+    ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
     runs: int = typer.Option(0, min=0, help="faults: how many runs; 0 for its default."),
     seed: int = typer.Option(0, min=0, help="faults: of the first run; the next has the next."),
@@ -19,16 +21,16 @@ def bench(
     """Measure this machine, and hold the figures against their targets."""
     from headrace.bench import run_benchmark, show
 
-    out = console()
+    progress = console(stderr=True)
     given = {"threads": threads, "quick": quick, "vllm": vllm, "runs": runs, "seed": seed}
     result = run_benchmark(
         name,
-        tell=lambda line: None if as_json else out.print(line, style="dim"),
+        tell=lambda line: progress.print(line, style="dim"),
         **{option: value for option, value in given.items() if value},
     )
     if as_json:
         print_json(result)
     else:
-        out.print(show(result))
+        console().print(show(result))
     if not all(target.holds for target in result.targets):
         raise typer.Exit(1)

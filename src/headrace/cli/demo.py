@@ -9,11 +9,12 @@ import typer
 from rich.progress import Progress
 
 from headrace.cli.output import console, print_json, resumable
-from headrace.cli.train import SET_HELP
+from headrace.cli.train import LIKE_HELP, SET_HELP
 
 
 def demo(
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
     seed: int = typer.Option(0, "--seed", help="Fixes model, split, and every draw."),
     directory: Path = typer.Option(None, "--dir", help="Where to; default: runs/demo- and the time."),
     mixture: bool = typer.Option(False, "--mixture", help="A mixture of experts (qwen3_moe) instead of a dense model."),
@@ -57,11 +58,10 @@ def demo(
                 mixture=mixture,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
-    settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides]
-    if as_json:
-        settings.append("observe.view=none")
+    quiet = ["observe.view=none"] if as_json else []
+    settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
     with resumable():
-        summary = run(load_config(made.run_file, settings))
+        summary = run(load_config(made.run_file, settings, like=like))
     if as_json:
         print_json(summary)
         return

@@ -15,14 +15,14 @@ from rich.table import Table
 from headrace.errors import HeadraceError, visible
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """The terminal; nothing that is printed is read as markup unless it says so."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def complain(error: HeadraceError) -> None:
     """Problem and remedy, on standard error."""
-    err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    err = console(stderr=True)
     err.print("error: ", style="bold red", end="")
     err.print(readable(error.problem))
     err.print("remedy: ", style="bold green", end="")

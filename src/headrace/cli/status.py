@@ -25,10 +25,13 @@ def status(
         f"{readable(seen['run_dir'])}: {readable(seen['state'])}, step {seen['steps_done']} of {seen['steps_total']}",
         style="bold",
     )
-    rows = table("", "role", "pid", "state", "version", "device")
+    rows = table("", "role", "pid", "state", "version", "device", "restarts")
     for part in seen["components"]:
         version = "" if part["version"] is None else str(part["version"])
-        rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, part["device"])
+        restarts = str(part["restarts"] or "")
+        rows.add_row(
+            readable(part["role"]), str(part["pid"]), readable(part["state"]), version, part["device"], restarts
+        )
     out.print(rows)
     if seen["state"] == "running":
         out.print(f"phase: {readable(seen['phase'])}; loops:")
@@ -56,6 +59,7 @@ def look(run_dir: Path) -> dict[str, Any]:
             "state": part.state if psutil.pid_exists(part.pid) else "ended",
             "version": part.version,
             "device": part.device,
+            "restarts": part.restarts,
         }
         for part in last.components
     ]

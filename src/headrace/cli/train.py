@@ -8,12 +8,14 @@ import typer
 
 from headrace.cli.output import console, print_json, resumable
 
+LIKE_HELP = "Take what the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
 
 
 def train(
     run_file: Path = typer.Argument(None, help="The run file (TOML); with --replay, the recorded run's by default."),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help=LIKE_HELP),
     resume: bool = typer.Option(False, "--resume", help="Go on with the run in run.dir."),
     replay: Path = typer.Option(None, "--replay", help="Repeat the run in this directory, bit for bit, in another."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the settings, start nothing."),
@@ -29,7 +31,9 @@ def train(
         from headrace.session import load_config
         from headrace.session.repeating import opened, recorded_settings
 
-    config = load_config(run_file if replay is None or run_file else recorded_settings(replay), overrides)
+    config = load_config(
+        run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
+    )  # fmt: skip
     if dry_run:
         from headrace.session.explain import explain
         from headrace.session.prepare import Inputs, prepare

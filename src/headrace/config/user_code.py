@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import importlib.util
 import sys
@@ -52,6 +53,48 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
         del sys.modules[name]
         raise ConfigError(f"{path} cannot be imported: {where(error, str(path))}", remedy="mend it") from None
     return module
+
+
+def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
+    """``file.py:name`` apart; the file is read and checked, its code is not run. Raises :class:`ConfigError`, which
+    names ``setting``."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(
+            f"{setting}={reference!r} names nothing in a file", remedy=f"write {setting} = 'my_file.py:my_name'"
+        )
+    path = Path(file)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{setting}={reference!r}: {file} does not exist", remedy="give the file's path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="mend it") from None
+    except SyntaxError as error:
+        raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {file} is not Python: {error}", remedy="name a .py file") from None
+    names = top_level_names(tree)
+    if name not in names:
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} defines no {name!r}",
+            remedy=f"name one of: {', '.join(sorted(names)) or 'nothing is defined there'}",
+        )
+    return path, name
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """What a file defines or imports at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Assign():
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            case ast.ImportFrom() | ast.Import():
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
 
 
 def where(error: BaseException, source: str | None) -> str:

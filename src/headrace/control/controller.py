@@ -33,16 +33,18 @@ from headrace.control.probe import measure_mismatch
 from headrace.control.recording import live_state
 from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
-from headrace.control.state import RunState
+from headrace.control.state import MAX_WARNINGS, RunState
 from headrace.control.summary import Summary
 from headrace.control.summing import summarize
 from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
-from headrace.types.observation import LiveState
+from headrace.types.observation import Event, LiveState, Recovery
 
 T = TypeVar("T")
 
+RECOVERY = "recovery"
+"""The kind of the ledger's notes on parts that died and were started again."""
 MAX_MISMATCH = 0.05
 """Mean |log μ − log π| above which the probe warns: bfloat16 stays well below it."""
 
@@ -77,8 +79,8 @@ class Controller:
         self._fingerprint = settings.fingerprint
         self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
-        self._rollout = RolloutLoop(self.state, finished)
         self._scoring = ScoringLoop(self.state, finished)
+        self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended)
         self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
         self._evaluator = Evaluator(
             parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
@@ -118,19 +120,28 @@ class Controller:
         if start.snapshot is not None:
             self._saver.began_from(start.step)
         await self._publish_first(start.step)
-        await self._probe(start.step)
-        if start.memory.eval_before is None:
-            state.tally.eval_before = await self._evaluate("evaluating before training")
-        await self._train()
-        cause = self._rows_used_up()
+        async with asyncio.TaskGroup() as group:
+            syncing = group.create_task(self._sync.run())  # engines may come at any time
+            cause = await self._first_to_last(start)
+            syncing.cancel()
         status = "finished" if cause or state.tally.steps_done >= state.run.steps else "stopped"
-        if not state.stop_asked:
-            self._eval_after = await self._evaluate("evaluating after training")
         state.flow.running_turns.record_all()
         self._note("end", status)
         with state.board.asking("learner", "the last entries of the ledger", of="the disk"):
             await state.flow.flush()
         return self.summary(status, cause)
+
+    async def _first_to_last(self, start: StartingPoint) -> str:
+        """Everything that needs an engine with weights; why it ended before the last step, if it did."""
+        state = self.state
+        await self._probe(start.step)
+        if start.memory.eval_before is None:
+            state.tally.eval_before = await self._evaluate("evaluating before training")
+        await self._train()
+        cause = self._rows_used_up()
+        if not state.stop_asked:
+            self._eval_after = await self._evaluate("evaluating after training")
+        return cause
 
     def _rows_used_up(self) -> str:
         """What there is to say where the rows did not last for all steps; empty otherwise."""
@@ -205,7 +216,7 @@ class Controller:
             self.state.tally.eval_tokens += tokens
 
     async def _train(self) -> None:
-        """The four loops, until the learner has made its last step."""
+        """The loops, of which the sync runs already, until the learner has made its last step."""
         state = self.state
         state.phase = "training"
         state.training_from_s = state.parts.clock.now()
@@ -213,8 +224,7 @@ class Controller:
         state.engine_before = state.parts.engine.stats()
         try:
             async with asyncio.TaskGroup() as group:
-                helpers = [self._rollout.run(), self._scoring.run(), self._sync.run()]
-                tasks = [group.create_task(loop) for loop in helpers]
+                tasks = [group.create_task(loop) for loop in (self._rollout.run(), self._scoring.run())]
                 if state.run.eval_every:
                     tasks.append(group.create_task(self._evaluate_now_and_then()))
                 await self._learning.run()
@@ -233,6 +243,17 @@ class Controller:
                 await state.flow.changed.wait()
             due = state.flow.state.version + state.run.eval_every
             await self._evaluate("training")
+
+    def recovers(self, recovery: Recovery) -> None:
+        """A part has died and is started again, or serves again."""
+        state = self.state
+        state.board.progress()
+        if recovery.seconds is None:
+            self._note(RECOVERY, str(recovery))
+            state.observers.event(Event(wall_s=state.wall_s, text=str(recovery), level="warning"))
+            return
+        state.event(str(recovery))
+        state.tally.recoveries = [*state.tally.recoveries, recovery][-MAX_WARNINGS:]
 
     def _note(self, kind: str, detail: str) -> None:
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))

@@ -43,7 +43,10 @@ class Evaluator:
             sampling=self._sampling,
             run_seed=self._run_seed + 1,  # other draws than training's
             on_tokens=on_tokens,
+            chat=parts.chat,
+            limits=parts.limits,
             timeout_s=parts.episode_timeout_s,
+            retries=parts.episode_retries,
         )
         gate = asyncio.Semaphore(MAX_AT_ONCE)
         async with asyncio.TaskGroup() as group:
@@ -72,14 +75,18 @@ class Evaluator:
             episode = await runner.run(EpisodeKey(row, sample), task)
             if episode.status is EpisodeStatus.FAILED:
                 return episode.cause
+            if episode.reward is not None:
+                return episode.reward
             scores = await parts.scorer.score(task, (completion_text(parts, episode),))
             runner.on_tokens(0)  # a reward is progress too
-        return scores.failure or (scores.rewards[0] if scores.rewards[0] is not None else "reward_none")
+        graded = scores.of(0)
+        return graded.failure or (graded.reward if graded.reward is not None else "reward_none")
 
 
 def completion_text(parts: Serving, episode: Episode) -> str:
-    """What the policy wrote in its last turn, as text; the stop token is not part of it."""
-    ids = episode.turns[-1].tokens.ids_T.tolist() if episode.turns else []
+    """What the policy wrote in the last of its turns, as text; the stop token is not part of it."""
+    sampled = [turn.tokens.ids_T.tolist() for turn in episode.turns if turn.stop_reason is not None]
+    ids = sampled[-1] if sampled else []
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
     return parts.decode(ids)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.clock import Clock
-from headrace.engine import Engine
-from headrace.env import Env
+from headrace.engine import Crew, Engine
+from headrace.env import Environment
 from headrace.learner import Learner
-from headrace.scoring import Scorer
+from headrace.rollout import UNLIMITED, Chat, Limits
+from headrace.scoring import Scorer, TurnScorer
 from headrace.types.sampling import Sampling
-from headrace.types.scored import ScoredGroup
+from headrace.types.scored import Credit, ScoredGroup
 from headrace.types.task import Task
 from headrace.types.weights import Interrupt
 
@@ -23,7 +24,7 @@ class Serving:
 
     engine: Engine
     scorer: Scorer
-    env: Env
+    env: Environment
     clock: Clock
     eval_tasks: Sequence[Task]
     """Held-out rows; empty: no evaluation."""
@@ -33,8 +34,16 @@ class Serving:
     """Prompt and completion together may be this long."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    chat: Chat | None = None
+    """Writes and reads the messages of the model; ``None``: the environment asks in tokens."""
+    limits: Limits = UNLIMITED
+    """What one episode may have."""
     episode_timeout_s: float | None = None
     """How long an attempt may take; ``None``: no limit."""
+    turn_scorer: TurnScorer | None = None
+    """Scores turns while their episode goes on; ``None``: nobody does."""
+    episode_retries: int = 0
+    """How often an episode whose environment failed is attempted again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +53,12 @@ class Parts(Serving):
     learner: Learner
     tasks: Sequence[Task]
     """The rows to train on, by row index."""
-    advantages: Callable[[Sequence[ScoredGroup]], Sequence[float]]
-    """The groups of a batch to one advantage per episode that counts in a baseline, in order."""
+    advantages: Callable[[Sequence[ScoredGroup]], Sequence[Credit]]
+    """The groups of a batch to the advantage of every episode that counts in a baseline, in order: a number, or one for
+    each of its turns."""
     run_dir: Path
     """Where checkpoints go."""
+    crew: Crew | None = None
+    """Of engines that come and go behind ``engine``; ``None``: it is there, and stays."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What becomes of running sequences when new weights are committed."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from headrace.control.board import LEARNER_MAY_TAKE_S, Board
 from headrace.control.parts import Parts
+from headrace.env import SingleTurn
 from headrace.rollout import EpisodeRunner
 from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeKey
 from headrace.types.scored import paths
 
 NUM_PROBES = 8
@@ -32,17 +33,21 @@ class Mismatch:
 async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed: int) -> Mismatch | None:
     """Sample a few short answers, let the learner compute the same logprobs; ``None`` if no task fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
+    prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
         engine=parts.engine,
-        env=parts.env,
+        env=SingleTurn() if prompts else parts.env,
         sampling=msgspec.structs.replace(parts.sampling, max_new_tokens=length),
         run_seed=run_seed + 2,  # other draws than training's and evaluation's
         on_tokens=lambda _: board.progress(),
+        chat=parts.chat,
+        limits=replace(parts.limits, max_turns=1),  # whatever becomes of the episode then
         timeout_s=parts.episode_timeout_s,
     )
-    fitting = [task for task in parts.tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
+    tasks = prompts or parts.tasks
+    fitting = [task for task in tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
     episodes = [await runner.run(EpisodeKey(index, 0), task) for index, task in enumerate(fitting)]
-    samples = [s for episode in episodes if episode.status is EpisodeStatus.FINISHED for s in paths(episode, 0.0)]
+    samples = [sample for episode in episodes if episode.num_sampled for sample in paths(episode, 0.0)]
     if not samples:
         return None
     batch = Batch.collate(version, samples)

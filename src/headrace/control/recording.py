@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.control.state import WINDOW_S, RunState
+from headrace.types.episode import Episode
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.observation import Fractions, LiveState, QueueCounts, StepRecord
@@ -47,7 +49,7 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         reward_max=max(rewards, default=None),
         eval_accuracy=None if eval_version is None else state.tally.evals[eval_version],
         eval_version=eval_version,
-        metrics={**report.metrics, **_spread(done.ages), **_tuned(state)},
+        metrics={**report.metrics, **_spread(done.ages), **_tuned(state), **_parts(episodes)},
         trained_tokens=report.trained_tokens,
         generated_tokens=tokens_generated(state),
         seconds=report.seconds,
@@ -61,6 +63,15 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         set_aside_episodes=dict(state.tally.set_aside),
         dropped_tokens=dict(state.tally.dropped_tokens),
     )
+
+
+def _parts(episodes: Sequence[Episode]) -> dict[str, float]:
+    """The mean of each component of the reward."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.parts.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: statistics.fmean(each) for name, each in values.items()}
 
 
 def _spread(ages: dict[int, int]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from headrace.control.parts import Parts
 from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
 from headrace.types.messages.controller import EngineStats
-from headrace.types.observation import Event
+from headrace.types.observation import Event, Recovery
 from headrace.types.trace import Span
 
 WINDOW_S = 10.0
@@ -62,6 +62,8 @@ class Tally:
     """Tokens of trained groups that could carry no loss."""
     versions: list[int] = field(default_factory=list)
     """Committed, in order."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    """Parts that died and serve again, the latest :data:`MAX_WARNINGS`."""
     mismatch_kl: float | None = None
     """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
     mismatch_abs: float | None = None

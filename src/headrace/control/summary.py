@@ -76,6 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[int]
     """The versions committed in this life: first and last."""
     warnings: list[str]
+    recoveries: list[str] = []
+    """Parts that died and were started again in this life, in words."""
     verdict: str
     """Which side waited, in words."""
     run_dir: str

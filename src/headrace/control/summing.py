@@ -51,6 +51,7 @@ def summarize(
         ledger=ledger_summary(books),
         versions=[tally.versions[0], tally.versions[-1]] if tally.versions else [],
         warnings=state.warnings,
+        recoveries=[str(recovery) for recovery in tally.recoveries],
         verdict="",
         run_dir=str(state.parts.run_dir),
     )

@@ -51,6 +51,8 @@ class RequestOptions:
     answer_ids_T: IntColumn | None = None
     """What it has sampled before, in this engine or another, and its reader has: it goes on behind that, with the
     draws, penalties and limits it would have had. ``None``: it begins."""
+    session: str = ""
+    """Names requests that belong together: of several engines, the one that served the last of them gets the next."""
 
 
 PLAIN = RequestOptions()
@@ -96,6 +98,19 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The latest counters."""
+        ...
+
+
+class Crew(Protocol):
+    """Engines that come and go behind one :class:`Engine`: what those who bring weights have to know of them."""
+
+    async def manned(self) -> None:
+        """Until an engine is there, with weights or without."""
+        ...
+
+    async def behind(self) -> None:
+        """Until an engine is there that lacks the version that was committed last: it wants to be staged and committed
+        once more, which leaves the others as they are."""
         ...
 
 

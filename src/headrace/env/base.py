@@ -1,28 +1,77 @@
-"""What an environment is."""
+"""What an environment is to the controller."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.types.episode import Turn
+import msgspec
+
+from headrace.types.chat import ChatOptions, Message, Reply, Tool
+from headrace.types.episode import EpisodeKey
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
+AS_THE_RUN = ChatOptions()
+"""Everything as the run samples."""
 
-class Policy(Protocol):
-    """The model under training, as an environment sees it."""
 
-    async def sample(self, prompt_ids_T: IntColumn, *, parent: int) -> Turn:
-        """Sample one turn that continues turn ``parent``; its tokens come back exactly as sampled.
+class Answering(Protocol):
+    """Who answers in an episode."""
 
-        ``prompt_ids_T`` is everything the model is to read, from the root to that turn.
+    seed: int
+    """For the environment's own draws: fixed by the run's seed and the episode's key."""
+
+    async def reply(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
+    ) -> Reply:
+        """The model's answer to ``messages``, which may call ``tools``.
+
+        Raises :class:`~headrace.errors.BudgetSpent`, :class:`~headrace.errors.EpisodeError` and
+        :class:`~headrace.errors.RequestError`.
         """
         ...
 
+    async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
+        """The model's answer to these tokens, which are everything that it reads."""
+        ...
 
-class Env(Protocol):
-    """An environment attempts a task; one instance serves all episodes, so it keeps no state of an episode."""
 
-    async def run(self, task: Task, policy: Policy) -> list[Turn]:
-        """One attempt, as a graph of turns, parents before children. An exception fails this episode only."""
+class OpenEpisode(Answering, Protocol):
+    """An episode that is under way: it answers, and keeps what was sampled."""
+
+    key: EpisodeKey
+
+    async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens the model would read for an answer to these."""
+        ...
+
+    def spell(self, token: int) -> str:
+        """A token as text, a special one too."""
+        ...
+
+    def begin_again(self) -> None:
+        """Forget what was said, without fault of this episode: the same asks get the answers that they got."""
+        ...
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an attempt came to."""
+
+    reward: float | None = None
+    """What it earned; ``None`` where the run's reward function is to say."""
+    turn_rewards: dict[int, float] = {}
+    """What of it was earned at single turns."""
+    trained: tuple[int, ...] | None = None
+    """The sampled turns that carry loss; ``None``: all of them."""
+
+
+class Environment(Protocol):
+    """An environment attempts tasks; one instance serves all episodes, so it keeps no state of an episode."""
+
+    asks_prompt: bool
+    """Whether an episode begins with the prompt of its task, and nothing else."""
+
+    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        """One attempt. An exception fails this episode only."""
         ...

@@ -34,10 +34,16 @@ class Tokenizer(Protocol):
         ...
 
 
-def make_tasks(rows: Sequence[Row], column: str, tokenizer: Tokenizer, *, source: str) -> list[Task]:
-    """One task per row; :class:`DataError` names the row (``source`` and its number, from 1) and what is wrong."""
+def make_tasks(
+    rows: Sequence[Row], column: str, tokenizer: Tokenizer, *, source: str, optional: bool = False
+) -> list[Task]:
+    """One task per row; :class:`DataError` names the row (``source`` and its number, from 1) and what is wrong. Where
+    prompts are ``optional``, a row without one is a task without one: its environment finds its own words."""
     return [
-        _make_task(index, row, column, tokenizer, where=f"{source}, row {index + 1}") for index, row in enumerate(rows)
+        Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
+        if optional and column not in row
+        else _make_task(index, row, column, tokenizer, where=f"{source}, row {index + 1}")
+        for index, row in enumerate(rows)
     ]
 
 

@@ -10,14 +10,19 @@ import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import msgspec
+import psutil
 
 from headrace.environ import child_environment
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.launch.hosts import LOST, SPOKE
-from headrace.launch.starts import Start, extra_environment, write_start
+from headrace.launch.starts import EnvironmentStart, Keep, ScorerStart, Start, extra_environment, write_start
+from headrace.scoring.sandbox.run import LAUNCHER
 from headrace.types.messages import controller
 from headrace.types.trace import Span
 
@@ -25,6 +30,8 @@ GRACE_S = 5.0
 """How long a process may take to end after it was told to."""
 LAST_WORDS_S = 2.0
 """How long the last words of a process that had some may still be on the way."""
+KEEPER_S = 2.0
+"""How long whoever keeps a process may take to end it."""
 LOG_LINES = 8
 """Last lines of a log that are quoted when its process dies."""
 
@@ -52,6 +59,8 @@ class Child:
         self._log = log
         self._lifeline = lifeline
         self._killed = False
+        self._is_kept = False
+        self._working_pid = 0
         self.closed = False
 
     @classmethod
@@ -67,7 +76,9 @@ class Child:
         try:
             write_start(site.directory / f"{name}.json", start)
             environment = {**child_environment(site.token, num_threads), **extra_environment(start)}
-            process, lifeline = await cls._spawn(site, name, log, environment)
+            keep = start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
+            program = partial(_program, site.directory, name, keep)
+            process, lifeline = await cls._spawn(program, log, environment)
         except OSError as error:
             peer.close()
             raise RunError(
@@ -77,16 +88,20 @@ class Child:
         except BaseException:
             peer.close()
             raise
-        return cls(name, peer, process, log, lifeline)
+        child = cls(name, peer, process, log, lifeline)
+        child._is_kept = keep is not None and sys.platform == "linux"
+        return child
 
     @staticmethod
-    async def _spawn(site: Site, name: str, log: Path, environment: dict[str, str]) -> tuple[Process, int]:
+    async def _spawn(
+        program: Callable[[int], list[str]], log: Path, environment: dict[str, str]
+    ) -> tuple[Process, int]:
         """The process, and our end of the pipe that keeps it alive."""
         with log.open("ab") as output:
             theirs, ours = os.pipe()
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "headrace.launch.hosts.main", str(site.directory), name, str(theirs),
+                    *program(theirs),
                     stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
                     start_new_session=True, env=environment,
                 )  # fmt: skip
@@ -101,6 +116,16 @@ class Child:
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    @property
+    def working_pid(self) -> int:
+        """The process that does its work, below one that keeps it."""
+        if not self._working_pid:
+            self._working_pid = self.pid
+            if self._is_kept and self.peer.ready.done():
+                with contextlib.suppress(psutil.Error, IndexError):
+                    self._working_pid = psutil.Process(self.pid).children()[0].children()[0].pid
+        return self._working_pid
 
     @property
     def state(self) -> str:
@@ -129,7 +154,8 @@ class Child:
 
     async def end(self, farewell: object) -> None:
         """Tell it to end; make it end if it does not."""
-        if self._process.returncode is None and self.peer.ready.done():  # one that is still loading does not listen
+        listens = self.peer.ready.done() and not self._is_kept  # not while it loads; one that is kept need not be asked
+        if self._process.returncode is None and listens:
             with contextlib.suppress(TimeoutError, RunError):
                 self.peer.send(farewell)
                 async with asyncio.timeout(GRACE_S):
@@ -141,9 +167,18 @@ class Child:
         """End it now, and what it started, which may outlive it."""
         if not self._killed:
             self._killed = True  # once: later the number may be another's
+            if self._is_kept and self._process.returncode is None:
+                await self._ask_keeper()
             with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
                 os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+
+    async def _ask_keeper(self) -> None:
+        """Who keeps it ends all of it, and then itself."""
+        self._process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEPER_S):
+                await self._process.wait()
 
     def close(self) -> None:
         """Let go of a process that has ended; whoever still waits for an answer of it is cancelled."""
@@ -158,6 +193,15 @@ class Child:
         except OSError:
             return ""
         return "".join(f"\n    {line[:300]}" for line in lines)
+
+
+def _program(directory: Path, name: str, keep: Keep | None, lifeline: int) -> list[str]:
+    """What to start: the process itself, or what keeps it."""
+    program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
+    if keep is None or sys.platform != "linux":
+        return program
+    order = {"jailed": False, "argv": program, "line": lifeline, "limits": msgspec.structs.asdict(keep)}
+    return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
 
 
 def _exit_words(code: int) -> str:

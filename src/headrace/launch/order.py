@@ -10,15 +10,16 @@ import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.control import Parts
-from headrace.engine import EngineConfig
+from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
 from headrace.launch.starts import Repeated
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
+from headrace.rollout import Chat
 from headrace.sync import SyncConfig
-from headrace.types.observation import Event
+from headrace.types.observation import Event, Recovery
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.trace import Span
@@ -37,7 +38,7 @@ class Order:
     """The model directory that snapshots copy the tokenizer from."""
     snapshot: Path | None
     """Where the learner restores optimizer and step from; ``None`` for a new run."""
-    engine: EngineConfig
+    engine: FleetConfig
     learner: LearnerConfig
     algo: AlgoConfig
     env: EnvConfig
@@ -53,6 +54,8 @@ class Order:
     """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    chat: Chat
+    """Writes and reads the messages of the model."""
     run_dir: Path
     """Logs of the parts go to ``logs/`` in it."""
     total_steps: int
@@ -76,6 +79,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """The version it holds; ``None`` for a part without weights."""
     device: str = ""
     """Where it computes; empty for a part that computes nothing, or is not ready."""
+    restarts: int = 0
+    """How often it died and was started again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,5 +91,7 @@ class World:
     components: Callable[[], list[Component]]
     send_warnings_to: Callable[[Callable[[str], None]], None]
     """From now on the parts' warnings go there; before, they are events of the order without a time."""
+    send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
+    """From now on whatever died and was started again is told there, when it dies and when it serves again."""
     facts: Callable[[], Facts]
     """What the engine and the learner say of themselves; they are ready."""

@@ -74,16 +74,43 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return RankPlace(rank=self.rank, local_rank=self.rank, world=self.world)
 
 
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process that runs foreign code may use, with all that it starts: it is ended when it takes more, and
+    nothing of it outlives it. Its own processes are all that it sees."""
+
+    memory_bytes: int
+    """Memory of all of them together."""
+    processes: int
+    """Processes at once."""
+    log_bytes: int = 16 << 20
+    """Of what it prints, so much is kept."""
+
+
 class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A scoring worker."""
 
-    reward: str
-    """``file.py:function``."""
+    reward: dict[str, Any]
+    """The component that it grades: its section."""
+    keep: Keep | None = None
+    """What it may use; ``None``: whatever there is."""
+
+
+class EnvironmentStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An environment worker."""
+
+    kind: str
+    """``env.kind``."""
+    entry: str
+    """``file.py:name``, or the command of a program."""
     concurrency: int
-    """Calls of the function at once."""
+    """Episodes at once."""
+    block_s: float
+    """How long code of an episode may keep the loop from turning."""
+    keep: Keep | None = None
+    """What it may use; ``None``: whatever there is."""
 
 
-Start = EngineStart | LearnerStart | ScorerStart
+Start = EngineStart | LearnerStart | ScorerStart | EnvironmentStart
 
 
 def extra_environment(start: Start) -> dict[str, str]:

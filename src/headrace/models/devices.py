@@ -6,6 +6,7 @@
     2       cuda:1               cuda:0
     n       cuda:n−1, the last   cuda:0, and one GPU more for each rank more
 
+Several engines take the GPUs that the learner leaves, from the last on, and begin again where these are used up.
 A setting that names a device wins over this table. Importing this module does not import torch.
 """
 
@@ -39,22 +40,19 @@ DeviceName = Annotated[str, AfterValidator(_known)]
 class Devices:
     """Torch's name of the device of each part."""
 
-    engine: str
+    engines: tuple[str, ...]
+    """Of the engines, in order."""
     learner: tuple[str, ...]
     """Of its ranks, in order; empty where nothing is trained."""
 
-    @property
-    def shared(self) -> bool:
-        """Whether engine and learner have to share the memory of one device."""
-        return self.engine in self.learner
-
     def __str__(self) -> str:
         """
-        >>> str(Devices(engine="cuda:1", learner=("cuda:0",)))
+        >>> str(Devices(engines=("cuda:1",), learner=("cuda:0",)))
         'engine on cuda:1, learner on cuda:0'
         """
-        learner = ", ".join(dict.fromkeys(self.learner))
-        return f"engine on {self.engine}" + (f", learner on {learner}" if learner else "")
+        learner, engines = ", ".join(dict.fromkeys(self.learner)), ", ".join(dict.fromkeys(self.engines))
+        word = "engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
+        return f"{word} on {engines}" + (f", learner on {learner}" if learner else "")
 
 
 def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
@@ -78,20 +76,28 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def settle(engine: str, learner: str, *, ranks: int, gpus: int, only_cpu: bool = False) -> Devices:
-    """What the settings ``engine.device`` and ``learner.device`` mean on a machine with ``gpus`` GPUs, for a learner
-    of ``ranks`` ranks; 0 ranks are no learner. ``only_cpu``: what the run asks for exists on processors only; ``auto``
-    is one then.
+def settle(  # gate: parameters - two settings, and all that decides what they mean
+    engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, only_cpu: bool = False
+) -> Devices:
+    """What the settings ``engine.device`` and ``learner.device`` mean on a machine with ``gpus`` GPUs, for ``count``
+    engines and a learner of ``ranks`` ranks; 0 ranks are no learner. ``only_cpu``: what the run asks for exists on
+    processors only; ``auto`` is one then.
 
     Raises :class:`~headrace.errors.ConfigError` for a device that is not there.
 
     >>> str(settle("auto", "auto", ranks=2, gpus=4))
     'engine on cuda:3, learner on cuda:0, cuda:1'
+    >>> str(settle("auto", "auto", ranks=1, gpus=4, count=3))
+    '3 engines on cuda:3, cuda:2, cuda:1, learner on cuda:0'
     """
-    return Devices(
-        engine=_one("engine.device", engine, gpus=gpus, usual=gpus - 1, only_cpu=only_cpu),
-        learner=_ranks(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else (),
-    )
+    trainers = _ranks(learner, ranks=ranks, gpus=gpus, only_cpu=only_cpu) if ranks else ()
+    last_first = range(gpus)[::-1]
+    free = [number for number in last_first if f"{CUDA}:{number}" not in trainers] or last_first or [0]
+    engines = [
+        _one("engine.device", engine, gpus=gpus, usual=free[place % len(free)], only_cpu=only_cpu)
+        for place in range(count)
+    ]
+    return Devices(engines=tuple(engines), learner=trainers)
 
 
 def settle_one(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:

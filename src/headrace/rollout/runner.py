@@ -10,14 +10,25 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from headrace.engine import PLAIN, Engine, RequestOptions
-from headrace.env import Env
-from headrace.errors import HeadraceError, RequestError
+from headrace.engine import Engine, RequestOptions
+from headrace.env import Environment, Outcome
+from headrace.errors import EpisodeError, HeadraceError, RequestError
+from headrace.rollout.chat import Chat
+from headrace.rollout.conversations import UNLIMITED, Conversations, Limits, Wanted
 from headrace.rollout.withdrawal import Withdrawal
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn, Tokens
+
+RETRIED = ("env_error", "env_timeout", "env_crashed", "env_blocked")
+"""Reasons for which an attempt is made again, where ``env.retries`` are left."""
+NOT_CHOSEN = "not_chosen"
+"""Why a turn carries no loss that a rollout has not named among those that do."""
+CUT_OFF = "cut_off"
+"""Why a turn carries no loss whose end nobody waited for, or that broke off: nobody has read it."""
+_OWN_DRAWS = -1
+"""In place of a turn: the seed of the environment itself."""
 
 
 def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
@@ -39,9 +50,17 @@ def _ignore(_: TurnPart) -> None:
     """Nobody keeps what is sampled."""
 
 
+def _ignore_turn(_: EpisodeKey, __: IntColumn, ___: Turn) -> None:
+    """Nobody looks at turns before their episode has ended."""
+
+
+def _ignore_note(_: str) -> None:
+    """Nobody counts what is odd."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EnginePolicy:
-    """A policy that samples from an engine, for one episode."""
+    """Samples the turns of one episode from an engine, and holds all of its turns."""
 
     engine: Engine
     sampling: Sampling
@@ -51,54 +70,85 @@ class EnginePolicy:
     """Told how many tokens have arrived, as they arrive."""
     on_part: Callable[[TurnPart], None] = _ignore
     """Handed every token of a turn as it arrives."""
+    on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
+    """Handed every turn that has come to its end, with what it was sampled after."""
     begun: dict[int, TurnPart] = field(default_factory=dict)
-    """What was sampled of a turn in an earlier life, by its place among the sampled turns."""
-    turns_begun: int = 0
-    """So far; a part of the next turn's seed."""
-    sampled: list[Turn] = field(default_factory=list)
-    """Every turn that has ended, one that failed halfway included."""
+    """What was sampled of turns in an earlier life or attempt, by their places among the sampled turns."""
+    turns: list[Turn] = field(default_factory=list)
+    """Given and sampled, parents before children; those that failed halfway included."""
+    _asked: dict[int, TurnPart] = field(default_factory=dict)
+    _lost: str = "crash"
 
-    async def sample(self, prompt_ids_T: IntColumn, *, parent: int) -> Turn:
-        number = self.turns_begun
-        self.turns_begun += 1
+    async def sample(self, wanted: Wanted) -> int:
+        """Sample a turn and append it; its index."""
+        prompt = self._name(wanted)
+        number = self._number(prompt)
+        empty = TurnPart(key=self.key, turn=number, prompt=prompt, tokens=Tokens.concat([]))
+        self._asked[number] = empty
         parts: list[TurnPart] = []
         try:
-            async for part in self._parts(number, prompt_ids_T):
+            async for part in self._parts(empty, wanted):
                 if part.lost:
                     parts.clear()
                 parts.append(part)
         finally:
             routings = (part.context_routing for part in parts if part.context_routing is not None)
+            ended = parts[-1].stop_reason if parts else None
             turn = Turn(
-                author="policy",
+                author=wanted.author,
                 tokens=Tokens.concat([part.tokens for part in parts]),
-                parent=parent,
-                stop_reason=parts[-1].stop_reason if parts else None,
+                parent=wanted.parent,
+                stop_reason=ended,
                 context_routing=next(routings, None),
+                untrained=wanted.untrained or ("" if ended else CUT_OFF),
             )
-            self.sampled.append(turn)
-        return turn
+            self.turns.append(turn)
+            index = len(self.turns) - 1
+            self._asked[number] = replace(
+                empty, tokens=turn.tokens, stop_reason=turn.stop_reason, context_routing=turn.context_routing
+            )
+        self.on_turn(self.key, wanted.prompt_ids_T, turn)
+        return index
 
-    async def _parts(self, number: int, prompt_ids_T: IntColumn) -> AsyncIterator[TurnPart]:
-        """The turn as it grows, from what an earlier life has of it: the same draws come after the same tokens."""
-        seed = episode_seed(self.run_seed, self.key, number)
-        sampling = msgspec.structs.replace(self.sampling, seed=seed)
-        prompt = prompt_digest(prompt_ids_T)
-        begun, lost, options = self.begun.get(number), "", PLAIN
-        if begun is not None and begun.prompt != prompt:
-            begun, lost = None, "crash"
+    def begin_again(self) -> None:
+        """The episode is attempted once more: what is asked again is answered with what was sampled."""
+        self.begun = self.begun | {number: part for number, part in self._asked.items() if len(part.tokens)}
+        self._asked = {}
+        self._lost = "env_retry"
+        self.turns.clear()
+
+    def _name(self, wanted: Wanted) -> str:
+        """A digest of what the turn is sampled after and, where that is not as usual, how."""
+        other = f"{wanted.sampling.stop}" if wanted.sampling.stop != self.sampling.stop else ""
+        if wanted.untrained:
+            other += f"{wanted.sampling.temperature}/{wanted.sampling.top_p}/{wanted.sampling.top_k}"
+        return prompt_digest(wanted.prompt_ids_T) + other
+
+    def _number(self, prompt: str) -> int:
+        """The place of the next turn among those that are sampled: that of one that was begun after the same, if any,
+        else the first that is free."""
+        same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._asked]
+        if same:
+            return min(same)
+        return next(number for number in range(len(self._asked) + 1) if number not in self._asked)
+
+    async def _parts(self, empty: TurnPart, wanted: Wanted) -> AsyncIterator[TurnPart]:
+        """The turn as it grows, from what there is of it: the same draws come after the same tokens."""
+        sampling = msgspec.structs.replace(wanted.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
+        begun, lost = self.begun.get(empty.turn), ""
+        options = RequestOptions(session=f"{self.run_seed}/{self.key.group}/{self.key.place}")
+        if begun is not None and begun.prompt != empty.prompt:
+            begun, lost = None, self._lost
         if begun is not None:
             full = len(begun.tokens) >= sampling.max_new_tokens
             ended = begun.stop_reason or (StopReason.LENGTH if full else None)
             yield replace(begun, stop_reason=ended)
             if ended is not None:
                 return
-            options = RequestOptions(answer_ids_T=begun.tokens.ids_T)
-        async for chunk in self.engine.generate(prompt_ids_T, sampling, options):
-            part = TurnPart(
-                key=self.key,
-                turn=number,
-                prompt=prompt,
+            options = replace(options, answer_ids_T=begun.tokens.ids_T)
+        async for chunk in self.engine.generate(wanted.prompt_ids_T, sampling, options):
+            part = replace(
+                empty,
                 tokens=chunk.tokens,
                 stop_reason=chunk.stop_reason,
                 context_routing=chunk.prompt_routing,
@@ -115,20 +165,30 @@ class EpisodeRunner:
     """Runs episodes of one environment against one engine."""
 
     engine: Engine
-    env: Env
+    env: Environment
     sampling: Sampling
     run_seed: int
     on_tokens: Callable[[int], None]
     """Told how many tokens have arrived, as they arrive."""
     on_part: Callable[[TurnPart], None] = _ignore
     """Handed every token of a turn as it arrives."""
+    on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
+    """Handed every turn that has come to its end, with what it was sampled after."""
+    note: Callable[[str], None] = _ignore_note
+    """Told, in words that can be counted, what is odd and no error."""
+    limits: Limits = UNLIMITED
+    """What one episode may have."""
+    chat: Chat | None = None
+    """Writes and reads messages; ``None``: the environment asks in tokens."""
     timeout_s: float | None = None
     """How long an attempt may take; ``None``: for ever."""
+    retries: int = 0
+    """How often an episode whose environment failed is attempted again."""
 
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TurnPart] = ()
     ) -> Episode:
-        """One attempt at ``task``; turns that were ``begun`` go on from there. A request that the engine refuses, an
+        """One episode of ``task``; turns that were ``begun`` go on from there. A request that the engine refuses, an
         attempt that takes too long, and whatever the environment raises, fails this episode only; the death of a part
         is not its failure and goes on to whoever runs it."""
         policy = EnginePolicy(
@@ -138,37 +198,58 @@ class EpisodeRunner:
             key=key,
             on_tokens=self.on_tokens,
             on_part=self.on_part,
+            on_turn=self.on_turn,
             begun={part.turn: part for part in begun},
         )
-        episode = Episode(key=key)
         withdrawal = withdrawal or Withdrawal()
+        episode = await self._attempt(policy, task, withdrawal)
+        for _ in range(self.retries):
+            reason = episode.cause.partition(":")[0]
+            if episode.status is not EpisodeStatus.FAILED or reason not in RETRIED:
+                break
+            self.note(f"an episode is attempted again: {reason}")
+            policy.begin_again()
+            episode = await self._attempt(policy, task, withdrawal)
+        return episode
+
+    async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> Episode:
+        episode = Episode(key=policy.key, status=EpisodeStatus.FAILED)
+        seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
+        conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
         limit = asyncio.timeout(self.timeout_s)
         withdrawal.attach(limit)
         try:
             async with limit:
-                episode.turns = await self.env.run(task, policy)
+                outcome = await self.env.run(task, conversations)
+            if policy.turns:
+                _apply(outcome, episode, policy.turns)
+            else:
+                episode.cause = "nothing_sampled: the environment ended without an answer of the model"
         except TimeoutError as error:
             if withdrawal.reason:
-                return _unfinished(episode, policy, EpisodeStatus.LEFT_OUT, withdrawal.reason)
-            cause = f"env_timeout: not over after env.timeout_s={self.timeout_s} s"
-            if not limit.expired():  # one of the environment's own
-                cause = f"env_error: {type(error).__name__}: {error}"
-            return _unfinished(episode, policy, EpisodeStatus.FAILED, cause)
+                episode.status, episode.cause = EpisodeStatus.LEFT_OUT, withdrawal.reason
+            elif limit.expired():
+                episode.cause = f"env_timeout: not over after env.timeout_s={self.timeout_s} s"
+            else:  # one of the environment's own
+                episode.cause = f"env_error: {type(error).__name__}: {error}"
+        except EpisodeError as error:
+            episode.cause = f"{error.reason}: {error.problem}"
         except RequestError as error:
-            came = bool(policy.sampled) and len(policy.sampled[-1].tokens) > 0
+            came = bool(policy.turns) and bool(policy.turns[-1].tokens.sampled_T.any())
             reason = "engine_failed" if came else "request_refused"
-            return _unfinished(episode, policy, EpisodeStatus.FAILED, f"{reason}: {error.problem}")
+            episode.cause = f"{reason}: {error.problem}"
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
-            cause = f"env_error: {type(error).__name__}: {error}"
-            return _unfinished(episode, policy, EpisodeStatus.FAILED, cause)
-        episode.status = EpisodeStatus.FINISHED
+            episode.cause = f"env_error: {type(error).__name__}: {error}"
+        episode.turns = episode.turns or list(policy.turns)
         return episode
 
 
-def _unfinished(episode: Episode, policy: EnginePolicy, status: EpisodeStatus, cause: str) -> Episode:
-    """What was sampled stays with it, so that it is counted; what it answered is gone with the environment's turns."""
-    episode.turns = [replace(turn, parent=None) for turn in policy.sampled]
-    episode.status, episode.cause = status, cause
-    return episode
+def _apply(outcome: Outcome, episode: Episode, turns: Sequence[Turn]) -> None:
+    """The attempt is over."""
+    episode.status, episode.reward = EpisodeStatus.FINISHED, outcome.reward
+    for index, turn in enumerate(turns):
+        left = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
+        why = turn.untrained or (NOT_CHOSEN if left else "")
+        episode.turns.append(replace(turn, untrained=why, reward=outcome.turn_rewards.get(index)))

@@ -1,6 +1,37 @@
-"""Scoring: rewards, as a stage of its own with its own workers and deadlines."""
+"""Scoring: rewards, as a stage of its own with its own workers and deadlines. A new kind of reward is a file here and
+a row of ``AnyReward``."""
 
-from headrace.scoring.base import Scorer, Scores
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from headrace.scoring.base import Graded, Grader, RewardSection, Scorer, Scores, TurnScorer
+from headrace.scoring.code import CodeReward
+from headrace.scoring.exact import ExactReward
+from headrace.scoring.function import FunctionReward
+from headrace.scoring.judge import JudgeReward
+from headrace.scoring.math import MathReward
 from headrace.scoring.reward import RewardFunction, load_reward
 
-__all__ = ["RewardFunction", "Scorer", "Scores", "load_reward"]
+AnyReward = FunctionReward | ExactReward | MathReward | CodeReward | JudgeReward
+RewardConfig = Annotated[AnyReward, Field(discriminator="kind")]
+
+__all__ = [
+    "AnyReward",
+    "CodeReward",
+    "ExactReward",
+    "FunctionReward",
+    "Graded",
+    "Grader",
+    "JudgeReward",
+    "MathReward",
+    "RewardConfig",
+    "RewardFunction",
+    "RewardSection",
+    "Scorer",
+    "Scores",
+    "TurnScorer",
+    "load_reward",
+]

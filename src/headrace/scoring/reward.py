@@ -119,7 +119,9 @@ class RewardFunction:
     def _arguments(self, request: Score) -> dict[str, Any]:
         row = {key: value for key, value in request.row.items() if self._takes_any or key in self._takes}
         if not self.by_group:
-            extra = {"prompt": request.prompt} if self._takes_any or "prompt" in self._takes else {}
+            whole = {"prompt": request.prompt}
+            given = whole if request.turn < 0 else {**whole, "history": request.history, "turn": request.turn}
+            extra = {key: value for key, value in given.items() if self._takes_any or key in self._takes}
             return {**extra, **row, "completion": request.completions[0]}
         count = len(request.completions)
         conversational = not isinstance(request.prompt, str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -10,10 +12,11 @@ import numpy as np
 from pydantic import model_validator
 
 from headrace.algo.advantages import Outcomes
+from headrace.algo.advantages.gdpo import Gdpo
 from headrace.algo.config import AlgoConfig
 from headrace.config import Section, load_toml, merge, parse_override, validate
 from headrace.control import RunSection
-from headrace.engine import EngineConfig
+from headrace.engine.fleet import FleetConfig
 from headrace.env import DataConfig, EnvConfig
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
@@ -24,6 +27,7 @@ from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.companions.fit import refuse_misfit
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
+from headrace.recipes.systems import recipe
 from headrace.sync import SyncConfig
 
 RunFile = str | Path | Mapping[str, Any]
@@ -39,7 +43,7 @@ class RunConfig(Section):
     """The rows: to train on, and held out."""
     env: EnvConfig = EnvConfig()
     """What is asked of the model, and what it earns."""
-    engine: EngineConfig = EngineConfig()
+    engine: FleetConfig = FleetConfig()
     """How completions are sampled."""
     flow: FlowConfig = FlowConfig()
     """How much is in flight, how old a token may be, what makes a batch."""
@@ -76,6 +80,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _commits_roll(self) -> Self:
+        rolling, count = self.sync.rolling, self.engine.count
+        if rolling is not None and rolling > count:
+            raise ConfigError(
+                f"sync.rolling={rolling} engines are to commit at once, and engine.count={count}",
+                remedy=f"set sync.rolling <= {count}, or leave it out",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _filters_act(self) -> Self:
         for place, each in enumerate(self.flow.filters):
             longest = each.max_tokens if isinstance(each, Length) else None
@@ -93,6 +107,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rewards_are_weighed_once(self) -> Self:
+        advantage, rewards = self.algo.advantage, self.env.rewards
+        if not isinstance(advantage, Gdpo) or not rewards:
+            return self
+        if advantage.weights is None and len({reward.weight for reward in rewards}) > 1:
+            raise ConfigError(
+                "algo.advantage='gdpo' normalises each reward by itself: the weights of env.rewards do not count",
+                remedy=f"set algo.advantage.weights = {[reward.weight for reward in rewards]}",
+            )
+        if advantage.weights is not None and len(advantage.weights) != len(rewards):
+            raise ConfigError(
+                f"algo.advantage.weights has {len(advantage.weights)} entries for {len(rewards)} env.rewards",
+                remedy="give one for each, in order",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _episodes_have_the_columns(self) -> Self:
         """Tried on two episodes with what single-turn episodes have: rewards, groups, lengths."""
         advantage = self.algo.advantage
@@ -101,11 +132,18 @@ class RunConfig(Section):
                 f"algo.advantage={advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
                 remedy="choose another algo.advantage",
             )
+        if "entropies" in advantage.reads:
+            raise ConfigError(
+                f"algo.advantage={advantage.kind!r} reads the policy's entropy at every token, which no engine records",
+                remedy="for credit by turn choose algo.advantage = 'step'",
+            )
         if advantage.by_critic or advantage.by_teacher:
             return self
         ones = np.ones(2, np.int64)
         try:
-            credit = self.algo.credit(Outcomes(rewards_E=np.array([0.0, 1.0]), groups_E=ones, lengths_E=ones))
+            parts_EK = np.array([[0.0], [1.0]]).repeat(max(1, len(self.env.rewards)), axis=1)
+            outcomes = Outcomes(rewards_E=np.array([0.0, 1.0]), parts_EK=parts_EK, groups_E=ones, lengths_E=ones)
+            credit = self.algo.credit(outcomes)
         except DataError as error:
             raise ConfigError(
                 f"algo.advantage={advantage.kind!r} does not fit env.kind={self.env.kind!r}: {error.problem}",
@@ -156,8 +194,9 @@ class RunConfig(Section):
         return self
 
 
-def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run file with ``section.key=value`` overrides laid over it, checked.
+def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, like: str = "") -> RunConfig:
+    """A run file with ``section.key=value`` overrides laid over it, checked. What neither says is as in the recipe that
+    ``like`` names (:mod:`headrace.recipes.systems`).
 
     Paths in a TOML file are relative to the file; in a tree and in ``overrides``, to the working directory.
 
@@ -170,14 +209,15 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = ()) -> R
         tree = dict(source)
     else:
         tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
-    tree = merge(tree, *(parse_override(text) for text in overrides))
+    settings = recipe(like).settings if like else {}
+    tree = merge(settings, tree, *(parse_override(text) for text in overrides))
     return validate(RunConfig, _absolute(tree, Path.cwd()))
 
 
 _PATHS = (
     *("model.path", "model.lora.adapter", "learner.critic.path"),
     *("learner.reference.path", "learner.old.path", "learner.teacher.path"),
-    *("data.path", "data.eval_path", "env.reward", "run.dir"),
+    *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
 )
 
 
@@ -193,7 +233,39 @@ def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
             for section in reversed(sections):
                 change = {section: change}
             tree = merge(tree, change)
-    return _with_absolute_loss(tree, directory)
+    return _with_absolute_command(_with_absolute_rewards(_with_absolute_loss(tree, directory), directory), directory)
+
+
+def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A program runs in a directory of its own: the files that its command names are found from there, too."""
+    env = tree.get("env")
+    command = env.get("command") if isinstance(env, dict) else None
+    try:
+        parts = shlex.split(command) if isinstance(command, str) else command
+    except ValueError:  # said where settings are checked
+        return tree
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return tree
+    found = [
+        str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
+        for place, part in enumerate(parts)
+    ]
+    return merge(tree, {"env": {"command": found}}) if found else tree
+
+
+def _with_absolute_rewards(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Functions among the components of a reward are named ``file.py:function``."""
+    env = tree.get("env")
+    rewards = env.get("rewards") if isinstance(env, dict) else None
+    if not isinstance(rewards, list | tuple):
+        return tree
+    absolute = [
+        {**each, "ref": str(directory / Path(each["ref"]).expanduser())}
+        if isinstance(each, dict) and isinstance(each.get("ref"), str)
+        else each
+        for each in rewards
+    ]
+    return merge(tree, {"env": {"rewards": absolute}})
 
 
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def explain(prepared: Prepared) -> str:
         f"{flow.groups_per_step} groups × {flow.group_size} = {episodes} episodes a step, {epochs:.3g} epochs.",
         *_selection(config, len(prepared.tasks)),
         f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
-        f"Engine: {threads(config.launch.engine_threads, cores)} threads; learner: "
+        f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{threads(config.launch.learner_threads, cores)} threads; this machine has {cores} cores.",
         *_where(prepared),
     ]
@@ -42,15 +42,25 @@ def explain(prepared: Prepared) -> str:
     return "\n".join(lines)
 
 
+def _engines(config: RunConfig, num_threads: int) -> str:
+    """How many engines there are, and what each may compute with."""
+    count = config.engine.count
+    if count == 1:
+        return f"Engine: {num_threads} threads"
+    return f"{count} engines of {max(1, num_threads // count)} threads each"
+
+
 def _where(prepared: Prepared) -> list[str]:
     """Which devices compute, and how their memory is divided."""
     devices = prepared.devices
     lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
-    if devices.engine != CPU:
-        share = prepared.config.engine.on(devices.engine, shared=devices.shared).cache_share
-        rest = "; what remains is the learner's" if devices.shared else ""
+    for device in dict.fromkeys(each for each in devices.engines if each != CPU):
+        share = prepared.config.engine.of_one(devices.engines.index(device), devices).cache_share
+        rest = "; what remains is the learner's" if device in devices.learner else ""
+        count = devices.engines.count(device)
+        who = "The engine keeps" if count == 1 else f"Each of {count} engines keeps"
         lines.append(
-            f"The engine keeps two copies of the weights on {devices.engine}, and a cache of at most {share:.0%} of "
+            f"{who} two copies of the weights on {device}, and a cache of at most {share:.0%} of "
             f"the memory that is free then{rest}."
         )
     return lines

@@ -31,6 +31,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         sampling=prepared.sampling,
         max_context=prepared.max_context,
         decode=prepared.decode,
+        chat=prepared.chat,
         run_dir=run_dir,
         total_steps=config.run.steps,
         on_spans=observers.spans,

@@ -12,15 +12,19 @@ from typing import Any
 import msgspec
 
 from headrace.algo.losses.custom import Custom
+from headrace.config.user_code import find_in_file
 from headrace.env.data import Row, as_rows, load_rows
+from headrace.env.program import find_program
 from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
+from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.models import context_length, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
 from headrace.models.mixtures import routes
+from headrace.rollout import Chat
 from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.config import RunConfig
 from headrace.types.messages.codec import Codec
@@ -60,12 +64,18 @@ class Prepared:
     """Prompt and completion together may be this long, in tokens."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    chat: Chat
+    """Writes and reads the messages of the model."""
     devices: Devices
     """Where engine and learner compute."""
 
     def fingerprint(self) -> str:
         """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
-        where: dict[str, set[str] | bool] = {"launch": True, "engine": {"device", "cache_share"}, "learner": {"device"}}
+        where: dict[str, set[str] | bool] = {
+            "launch": True,
+            "engine": {"device", "cache_share", "count"},
+            "learner": {"device"},
+        }
         settings = self.config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, **where})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
@@ -80,11 +90,13 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     Raises :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.DataError`,
     :class:`~headrace.errors.ModelError` or :class:`~headrace.errors.EnvError`.
     """
-    config = _with_reward(config, inputs)
+    config = _with_entry(_with_reward(config, inputs))
     _refuse_threads(config)
     devices = _devices(config, num_gpus() if inputs.gpus is None else inputs.gpus, training=training)
     if training:
         _check_own_loss(config)
+        _refuse_absent(config)
+        _refuse_ranks(config)
     rows = _rows(config.data.path, inputs.data, "data.path") if training else []
     eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path")
     if training and not rows:
@@ -92,20 +104,31 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     if not training and not eval_rows:
         raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
     tokenizer = load_tokenizer(config.model.path)
-    column = config.data.prompt_column
-    tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data")
-    eval_tasks = make_tasks(eval_rows, column, tokenizer, source=config.data.eval_path or "eval_data")
+    if config.env.kind in ("env", "program") and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"env.kind={config.env.kind!r} speaks in messages, and the tokenizer of model.path={config.model.path!r} "
+            "has no chat template",
+            remedy="use a chat model, or add a chat_template.jinja to the model directory",
+        )
+    column, own_words = config.data.prompt_column, config.env.remote
+    tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data", optional=own_words)
+    eval_source = config.data.eval_path or "eval_data"
+    eval_tasks = make_tasks(eval_rows, column, tokenizer, source=eval_source, optional=own_words)
     _refuse_unsendable([*tasks, *eval_tasks])
     if training:
         _refuse_too_few_rows(config, len(tasks))
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
+    context = _context(config, tasks, eval_tasks)
+    if training:
+        _refuse_small_passes(config, tasks, context)
     return Prepared(
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
         sampling=_sampling(config, endings),
-        max_context=_context(config, tasks, eval_tasks),
+        max_context=context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
+        chat=Chat.of(tokenizer, endings, config.env.tool_parser),
         devices=devices,
     )
 
@@ -136,6 +159,7 @@ def _devices(config: RunConfig, gpus: int, *, training: bool) -> Devices:
         config.learner.device,
         ranks=config.learner.parallel.world if training else 0,
         gpus=gpus,
+        count=config.engine.count,
         only_cpu=config.model.deterministic,
     )
 
@@ -154,6 +178,42 @@ def _check_own_loss(config: RunConfig) -> None:
         )
 
 
+def _refuse_absent(config: RunConfig) -> None:
+    """A directory that the learner is to read must be there."""
+    learner, lora = config.learner, config.model.lora
+    paths = {
+        f"learner.{name}.path": policy.path
+        for name, policy in learner.policies.items()
+        if isinstance(policy, Frozen | OtherModel)
+    }
+    paths |= {"learner.critic.path": learner.critic.path, "model.lora.adapter": None if lora is None else lora.adapter}
+    for setting, path in paths.items():
+        if path and not Path(path).is_dir():
+            raise ConfigError(
+                f"{setting}={path!r} is not a directory that can be read",
+                remedy=f"give the directory of {'an adapter' if setting.startswith('model.lora') else 'a model'}",
+            )
+
+
+def _refuse_ranks(config: RunConfig) -> None:
+    parallel, model = config.learner.parallel, config.model
+    parallel.refuse_settings(model)
+    if parallel.world > 1:
+        parallel.refuse_model(model.path, read_config(model.path))
+
+
+def _refuse_small_passes(config: RunConfig, tasks: Sequence[Task], context: int) -> None:
+    """A sample is trained in one pass: one that cannot be would end the run at its first long answer."""
+    budget, longest = config.learner.tokens_per_microbatch, max(len(task.prompt_ids_T) for task in tasks)
+    needed = min(context, longest + config.engine.max_new_tokens)
+    if needed > budget:
+        raise ConfigError(
+            f"learner.tokens_per_microbatch={budget}, and a sample may have {needed} tokens: a prompt of {longest} and "
+            f"engine.max_new_tokens={config.engine.max_new_tokens}",
+            remedy=f"set learner.tokens_per_microbatch >= {needed}, or lower engine.max_new_tokens",
+        )
+
+
 def _refuse_too_few_rows(config: RunConfig, num_rows: int) -> None:
     epochs, batch = config.data.epochs, config.flow.groups_per_step
     if epochs is not None and epochs * num_rows < batch:
@@ -165,11 +225,28 @@ def _refuse_too_few_rows(config: RunConfig, num_rows: int) -> None:
 
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
-    reference = config.env.reward if inputs.reward is None else reward_reference(inputs.reward)
+    env = config.env
+    if env.rewards and inputs.reward is None:
+        rewards = tuple(reward.check() for reward in env.rewards)
+        return config.model_copy(update={"env": env.model_copy(update={"rewards": rewards})})
+    if env.rewards:
+        raise ConfigError("env.rewards is set, and a reward function is handed over too", remedy="give one of them")
+    reference = env.reward if inputs.reward is None else reward_reference(inputs.reward)
+    if not reference and env.remote:  # the environment says what an episode earned
+        return config
     if not reference:
         raise ConfigError("env.reward is not set", remedy="set env.reward = 'file.py:function', or give reward=")
     path, name = split_reference(reference)
-    env = config.env.model_copy(update={"reward": f"{path.resolve()}:{name}"})
+    return config.model_copy(update={"env": env.model_copy(update={"reward": f"{path.resolve()}:{name}"})})
+
+
+def _with_entry(config: RunConfig) -> RunConfig:
+    if config.env.kind == "program":
+        find_program(config.env.argv)
+    if not config.env.entry:
+        return config
+    path, name = find_in_file(config.env.entry, "env.entry")
+    env = config.env.model_copy(update={"entry": f"{path.resolve()}:{name}"})
     return config.model_copy(update={"env": env})
 
 
@@ -193,7 +270,8 @@ def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task
     new = config.engine.max_new_tokens
     longest = max(len(task.prompt_ids_T) for task in [*tasks, *eval_tasks])
     shortest = min(len(task.prompt_ids_T) for task in tasks or eval_tasks)
-    context = asked if asked is not None else min(possible, longest + new)
+    usual = possible if config.env.remote else min(possible, longest + new)
+    context = asked if asked is not None else usual
     if shortest + new > context:
         raise ConfigError(
             f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the "

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from headrace.control import Settings, Summary
+from headrace.control.controller import RECOVERY
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.flow.ledger import Ledger, LedgerWriter
@@ -40,7 +41,10 @@ from headrace.session.directory import CONFIG_FILE, FACTS_FILE
 from headrace.session.prepare import Prepared
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 
-FREE = ("observe", "run.dir", "run.stall_timeout_s", "run.keep_checkpoints", "launch.start_timeout_s")
+FREE = (
+    *("observe", "run.dir", "run.stall_timeout_s", "run.keep_checkpoints"),
+    *("launch.start_timeout_s", "launch.engine_restarts", "launch.engine_silence_s"),
+)
 """Settings that may differ: none of them touches a token."""
 BY_THE_CLOCK = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
 """Ends of episodes that no record can repeat."""
@@ -98,6 +102,11 @@ class Recording:
         lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if lives > 1:
             raise _refused(run_dir, f"it has {lives} lives, and what was told the engine is lost where one ended")
+        died = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
+        if died:
+            raise _refused(run_dir, f"a part of it was started again while it ran ({died[0]})")
+        if config.engine.count > 1:
+            raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         fates = ledger.conservation()
         by_clock = BY_THE_CLOCK & (fates.groups.dropped.keys() | fates.episodes.dropped.keys())
         if by_clock:
@@ -143,14 +152,18 @@ class Recording:
         """What is launched: the recorded threads and cache, and no clock that ends an attempt."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
-        cores = {"engine_threads": engine["threads"], "learner_threads": int(learner["threads"]) * world}
+        launch = {
+            "engine_restarts": 0,
+            "engine_threads": engine["threads"],
+            "learner_threads": int(learner["threads"]) * world,
+        }
         cache = {"cache_tokens": int(engine["cache_blocks"]) * BLOCK, "cache_share": None}
         return replace(
             order,
             engine=order.engine.model_copy(update=cache),
             env=order.env.model_copy(update={"timeout_s": PATIENCE_S}),
             sync=order.sync.model_copy(update={"deadline_s": PATIENCE_S}),
-            launch=order.launch.model_copy(update=cores),
+            launch=order.launch.model_copy(update=launch),
             repeats=Repeated(
                 interleaving=str(self.run_dir / interleaving_file("engine")),
                 deadline_s=PATIENT * stall_timeout_s,

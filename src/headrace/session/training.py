@@ -182,6 +182,7 @@ async def _run(
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
+            world.send_recoveries_to(controller.recovers)
             pulse = group.create_task(_pulse(controller, world, watchers.view))
             with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap():
                 summary = _finish(controller, await controller.run(start))

@@ -36,6 +36,9 @@ class SyncConfig(Section):
     directory."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What becomes of the running sequences when new weights are committed."""
+    rolling: int | None = Field(default=None, ge=1)
+    """How many of several engines may commit at once, while the others serve. Unset: one where ``interrupt`` stops
+    generation, all where it does not (``inflight``, ``stream``)."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for one stage or commit. Within it, learner and engine wait for each other for half as long."""
 

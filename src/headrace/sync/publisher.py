@@ -101,6 +101,7 @@ class Publisher:
             checksums=announced.checksums,
             base=base,
             num_bytes=len(parcel.payload),
+            to=tuple(parcel.to),
             adapter=f"adapter-v{parcel.version}" if self._codec.adapters_only else "",
         )
 

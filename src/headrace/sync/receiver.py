@@ -95,6 +95,7 @@ class Receiver:
         try:
             with self._lock:  # from here to the end nothing is staged, so that no commit can begin meanwhile
                 self._refuse_unfit(update)
+                self._refuse_others(update)
                 base = self._base(update)
                 self._staged = None
                 past, self._past = self._past, [] if self._used else [each.data for each in self._targets.values()]
@@ -173,6 +174,15 @@ class Receiver:
             _refuse_other_layout(update)
             self._fitting = update.manifest
         _refuse_impossible(update)
+
+    def _refuse_others(self, update: WeightUpdate) -> None:
+        """What was sent, and not to here, is not waited for."""
+        if self.address and self.address not in update.to:
+            raise NeedsFull(
+                f"version {update.version} was sent to {', '.join(update.to) or 'nobody'}, and this engine is "
+                f"{self.address}",
+                remedy="send it again, to the engines that are there now",
+            )
 
     def _base(self, update: WeightUpdate) -> memoryview | None:
         """What the update is a difference from; ``None`` if it is whole."""

@@ -25,8 +25,8 @@ class TrainSample:
     tokens: Tokens
     mask_T: npt.NDArray[np.bool_]
     """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
-    advantage: float
-    """What every token of the mask is credited with."""
+    advantage: float | FloatColumn
+    """What every token of the mask is credited with: one number for all, or one for each."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             mask_N=np.concatenate([sample.mask_T for sample in samples]) if samples else np.zeros(0, bool),
             logprobs_N=tokens.logprobs_T,
             versions_N=tokens.versions_T,
-            advantages_N=np.repeat(np.array([s.advantage for s in samples], np.float32), lengths),
+            advantages_N=np.concatenate(
+                [np.zeros(0, np.float32), *(np.full(len(s.tokens), s.advantage, np.float32) for s in samples)]
+            ),
             kept=tokens.kept,
             routing=tokens.routing,
         )

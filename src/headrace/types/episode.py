@@ -78,6 +78,11 @@ class Turn:
     """The experts of every token it was sampled after, from the root on; ``None`` where nothing was recorded."""
     failed: bool = False
     """Whether it is the answer of a tool, and an error."""
+    untrained: str = ""
+    """Why its sampled tokens carry no loss; empty where they do."""
+    reward: float | None = None
+    """What of its episode's reward was earned here; ``None`` where nobody said. What turns do not account for belongs
+    to the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +115,8 @@ class Episode:
     """``None`` until scored."""
     cause: str = ""
     """Why it failed, was left out or masked: ``reason`` or ``reason: words``; empty otherwise."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The components of its reward by name, clamped and not weighted; empty where it has but one."""
 
     @property
     def num_sampled(self) -> int:

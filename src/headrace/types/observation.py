@@ -154,3 +154,25 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the run started."""
     text: str
     level: Literal["info", "warning"] = "info"
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """A part that died and was started again, without an end of the run.
+
+    >>> str(Recovery(part="engine-1", cause="engine-1 (pid 7) was killed by SIGKILL", seconds=3.12, carried_over=14))
+    'engine-1 (pid 7) was killed by SIGKILL; it serves again after 3.1 s, 14 sequences went on'
+    """
+
+    part: str
+    """Its role."""
+    cause: str
+    """Of its death, in words."""
+    seconds: float | None
+    """From its death until it served again; ``None``: it is being started."""
+    carried_over: int
+    """Sequences that it had, and that go on."""
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.cause}; it is started again, its {self.carried_over} sequences go on"
+        return f"{self.cause}; it serves again after {self.seconds:.1f} s, {self.carried_over} sequences went on"

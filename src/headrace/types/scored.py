@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.types.batch import TrainSample
 from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.tokens import FloatColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,14 @@ class ScoredGroup:
         return (min(old for old, _ in sampled), max(new for _, new in sampled)) if sampled else None
 
 
-def paths(episode: Episode, advantage: float) -> list[TrainSample]:
-    """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only."""
-    trained: set[int] = set()
+Credit = float | Sequence[float]
+"""What the tokens of an episode are credited with: all the same, or each turn with its own."""
+
+
+def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
+    """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only. A path on
+    which nothing is left that carries loss makes no sample, as long as another one does."""
+    trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
     samples: list[TrainSample] = []
     for leaf in episode.leaves():
         path = episode.path(leaf)
@@ -57,7 +65,21 @@ def paths(episode: Episode, advantage: float) -> list[TrainSample]:
                 key=episode.key,
                 tokens=episode.path_tokens(path),
                 mask_T=np.concatenate(masks),
-                advantage=advantage,
+                advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
             )
         )
-    return samples
+    return [sample for sample in samples if sample.mask_T.any()] or samples[:1]
+
+
+def _by_token(episode: Episode, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
+    lengths = [len(episode.turns[index].tokens) for index in path]
+    return np.repeat(np.array([advantages[index] for index in path], np.float32), lengths)
+
+
+def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
+    """Sampled tokens of the scored episodes that carry no loss because their turns do not, by reason."""
+    counts: Counter[str] = Counter()
+    for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
+        if turn.untrained:
+            counts[turn.untrained] += int(turn.tokens.sampled_T.sum())
+    return {reason: count for reason, count in counts.items() if count}

@@ -53,6 +53,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The version that the bytes are a difference from; ``None``: they are the image itself."""
     num_bytes: int = 0
     """How many bytes travel; 0 where the image is read where it lies."""
+    to: tuple[str, ...] = ()
+    """The addresses that it was sent to, by transports that send to somebody."""
     adapter: str = ""
     """What engines that keep several adapters side by side may call this one; empty: it is not an adapter alone."""
 

@@ -38,6 +38,8 @@ class Advantage(Protocol):
     """Whether it has to be told what earlier batches came to: without that, a run cannot use it."""
     by_critic: ClassVar[bool]
     """Whether it is made from a critic's values: in a run the learner makes it, and is handed rewards."""
+    by_turn: ClassVar[bool]
+    """Whether a row is a turn: in a run, what turns earned is credited to them."""
     by_teacher: ClassVar[bool]
     """Whether it credits what a teacher thinks of each token: in a run the learner adds that, which has the teacher."""
 
@@ -60,6 +62,7 @@ class AdvantageSection(Section):
     stateful: ClassVar[bool] = False
     by_critic: ClassVar[bool] = False
     by_teacher: ClassVar[bool] = False
+    by_turn: ClassVar[bool] = False
 
     @property
     def compares_siblings(self) -> bool:

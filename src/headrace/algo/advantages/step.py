@@ -26,6 +26,7 @@ class Step(AdvantageSection):
     weight: float = Field(default=1.0, ge=0)
     """ω: weight of the step credit beside the episode's."""
     reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
+    by_turn: ClassVar[bool] = True
 
     def __call__(self, outcomes: Outcomes) -> Floats:
         """The credit of every episode."""

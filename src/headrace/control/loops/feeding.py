@@ -20,7 +20,7 @@ from headrace.learner.base import Publication
 from headrace.types.batch import Batch
 from headrace.types.episode import EpisodeStatus
 from headrace.types.messages.controller import StepReport
-from headrace.types.scored import ScoredGroup, paths
+from headrace.types.scored import Credit, ScoredGroup, num_untrained, paths
 from headrace.types.versions import oldest
 
 ORDERED_AHEAD = 2
@@ -100,7 +100,7 @@ class Feeder:
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
             await state.flow.flush()  # what is trained must be known to have been taken
         batch = collate(step, taken.groups, state.parts.advantages(taken.groups))
-        batch, masked = without_stale(batch, taken.oldest_version)
+        batch, stale = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
         ordered_s = state.parts.clock.now()
@@ -115,7 +115,7 @@ class Feeder:
         return Ordered(
             step=step,
             groups=taken.groups,
-            masked=masked,
+            masked={**num_untrained(taken.groups), **stale},
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
             ordered_s=ordered_s,
             trained=trained,
@@ -148,12 +148,12 @@ class Feeder:
             return await self._state.parts.learner.snapshot(version, slot)
 
 
-def collate(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[float]) -> Batch:
+def collate(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit]) -> Batch:
     """The batch of a step. ``advantages``: one for each episode that counts in a baseline, in order."""
     episodes = [episode for group in groups for episode in group.counted]
     credited = zip(episodes, advantages, strict=True)
     trained = EpisodeStatus.SCORED
-    samples = [paths(episode, float(credit)) for episode, credit in credited if episode.status is trained]
+    samples = [paths(episode, credit) for episode, credit in credited if episode.status is trained]
     return Batch.collate(step, [sample for of_episode in samples for sample in of_episode])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,10 +14,13 @@ from headrace.errors import DataError
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.task import Task
+from headrace.types.tokens import IntColumn
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Episode]]
+OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
+"""Told of a turn that was sampled, and what after."""
 
 
 class RolloutLoop:
@@ -31,10 +34,11 @@ class RolloutLoop:
         unblocked_by="sync (a commit frees slots), engine",
     )
 
-    def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
+    def __init__(self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn) -> None:
         self._state = state
         self._finished = finished
         self._unfit_in_a_row = 0
+        self._attempted: dict[EpisodeKey, Task] = {}
         resting = 0 if state.curriculum is None else state.curriculum.num_rest
         self._most_unfit = 2 * len(state.parts.tasks) + resting  # by then each row had its turn, if it has any
         self._runner = EpisodeRunner(
@@ -44,7 +48,12 @@ class RolloutLoop:
             run_seed=state.run.seed,
             on_tokens=lambda _: state.board.progress(),
             on_part=state.flow.running_turns.add,
+            on_turn=lambda key, prompt_ids_T, turn: on_turn(key, self._attempted[key], prompt_ids_T, turn),
+            note=lambda text: state.warn(text, kind=text),
+            chat=state.parts.chat,
+            limits=state.parts.limits,
             timeout_s=state.parts.episode_timeout_s,
+            retries=state.parts.episode_retries,
         )
 
     async def run(self) -> None:
@@ -90,7 +99,7 @@ class RolloutLoop:
                 raise self._nothing_fits("no row that the curriculum still picks fits")
             return
         self._unfit_in_a_row = 0
-        if _other_prompt(admission.ended, task):
+        if state.parts.env.asks_prompt and _other_prompt(admission.ended, task):
             state.warn(
                 f"row {admission.row + 1} has another prompt than before the restart: its group, half done, is dropped"
             )
@@ -113,7 +122,9 @@ class RolloutLoop:
         self._state.flow.drop(admission.number, reason)
 
     def _length(self, task: Task) -> int:
-        """Tokens of the prompt and the longest answer."""
+        """Tokens of the prompt and the longest answer; 0 where the environment asks something else."""
+        if not self._state.parts.env.asks_prompt:
+            return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
     async def _run(self, group: OpenGroup, place: int, begun: Sequence[TurnPart]) -> None:
@@ -123,9 +134,10 @@ class RolloutLoop:
             await self._finished.put((group, Episode(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)))
             return
         withdrawal = group.running[place] = Withdrawal()
+        self._attempted[key] = group.task
         with self._state.board.asking("rollout", "an episode", of="engine or environment"):
             episode = await self._runner.run(key, group.task, withdrawal, begun)
-        del group.running[place]
+        del group.running[place], self._attempted[key]
         self._state.span("rollout", "episode", start_s)
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)

@@ -11,9 +11,13 @@ from headrace.control.evaluation import completion_text
 from headrace.control.groups import Closed, OpenGroup, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.state import RunState
+from headrace.control.turns import TurnScores
 from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
-from headrace.types.episode import Episode, EpisodeStatus
+from headrace.scoring import Graded
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.task import Task
+from headrace.types.tokens import IntColumn
 
 
 class ScoringLoop:
@@ -32,6 +36,7 @@ class ScoringLoop:
         self._finished = finished
         self._failed_in_a_row = 0
         self._last_cause = ""
+        self._turns: TurnScores | None = None
         config = state.flow_config
         self._drought = Drought(most=config.max_idle_batches * config.groups_per_step)
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
@@ -40,16 +45,28 @@ class ScoringLoop:
         """Until cancelled: the learner says when the run is over."""
         state = self._state
         async with asyncio.TaskGroup() as scorings:
+            if state.parts.turn_scorer is not None:
+                self._turns = TurnScores(state, state.parts.turn_scorer, scorings)
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
                     group, episode = await self._finished.get()
                 state.board.working("scoring", f"group {group.number}")
                 self._take(group, episode, scorings)
 
+    def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
+        """A turn has been sampled; its episode may go on."""
+        if self._turns is not None:
+            self._turns.turn_ended(key, task, prompt_ids_T, turn)
+
     def _take(self, group: OpenGroup, episode: Episode, scorings: asyncio.TaskGroup) -> None:
         by_group = self._state.parts.scorer.by_group
+        earned = episode.status is EpisodeStatus.FINISHED and episode.reward is not None
         if episode.status.ended:
+            if self._turns is not None:
+                self._turns.forget(episode.key)
             self._ended(group, [episode])
+        elif earned:  # its environment has said how much
+            scorings.create_task(self._conclude(group, episode, Graded(reward=episode.reward)))
         elif not by_group:
             scorings.create_task(self._score(group, [episode]))
         else:
@@ -66,13 +83,31 @@ class ScoringLoop:
         with state.board.asking("scoring", "a reward", of="scoring workers"):
             scores = await state.parts.scorer.score(group.task, texts)
         state.span("scoring", "score", start_s)
-        rewards = scores.rewards or (None,) * len(episodes)
-        for episode, reward in zip(episodes, rewards, strict=True):
-            episode.reward = reward
-            episode.cause = scores.failure or ("reward_none" if reward is None else "")
-            episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED
+        for note in scores.notes:
+            state.warn(note)
+        for place, episode in enumerate(episodes):
+            await self._grade(episode, scores.of(place))
         state.tally.last_sample, state.tally.last_sample_reward = texts[-1], episodes[-1].reward
         self._ended(group, episodes)
+
+    async def _conclude(self, group: OpenGroup, episode: Episode, graded: Graded) -> None:
+        await self._grade(episode, graded)
+        self._ended(group, [episode])
+
+    async def _grade(self, episode: Episode, graded: Graded) -> None:
+        """Put together what the whole episode earned and what its turns did."""
+        parts, turn_scorer = dict(graded.parts), self._state.parts.turn_scorer
+        if self._turns is not None and turn_scorer is not None:
+            turns = await self._turns.join(episode)
+            both = {**parts, **turns.parts}
+            parts = {label: both[label] for label in turn_scorer.labels if label in both}
+            if graded.reward is None or turns.reward is None:
+                graded = graded if graded.reward is None else turns
+            else:
+                graded = Graded(reward=graded.reward + turns.reward)
+        episode.reward, episode.parts = graded.reward, parts
+        episode.cause = graded.failure or ("reward_none" if graded.reward is None else "")
+        episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED
 
     def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state

@@ -1,4 +1,5 @@
-"""Brings published versions to the engine: stage while it decodes, commit between two of its steps."""
+"""Brings published versions to the engines: stage while they decode, commit between two of their steps. An engine that
+comes late gets the newest."""
 
 from __future__ import annotations
 
@@ -7,25 +8,29 @@ import hashlib
 
 from headrace.control.board import LoopContract
 from headrace.control.state import RunState
-from headrace.errors import DeadlineError, NeedsFull
+from headrace.errors import DeadlineError, NeedsFull, WeightsError
 from headrace.flow.signal import Signal
 from headrace.learner.base import Publication
-from headrace.types.weights import WeightUpdate
+from headrace.types.weights import SwapReport, WeightUpdate
 
 NUM_SLOTS = 2
+MAX_SENT = 4
+"""How often one version is sent before the run ends: engines may die or come while it is on its way."""
+SOON_S = 1.0
+"""By then it is known that an engine is dead which could not be reached."""
 
 
 class SyncLoop:
-    """Publications in, committed versions out.
+    """Publications in, committed versions out. A version is committed when every engine that is there uses it.
 
-    Two buffers: the engine reads the one it committed last, the learner fills the other.
+    Two buffers: the engines read the one they committed last, the learner fills the other.
     """
 
     contract = LoopContract(
         name="sync",
         consumes="published versions",
         produces="commits, which free slots",
-        waits_for="a publication; stage and commit",
+        waits_for="a publication, an engine that comes late; stage and commit",
         unblocked_by="learner, engine",
     )
 
@@ -34,6 +39,8 @@ class SyncLoop:
         self._published: asyncio.Queue[Publication] = asyncio.Queue(maxsize=NUM_SLOTS)
         self._free = set(range(NUM_SLOTS))
         self._committed_slot: int | None = None
+        self._newest: tuple[Publication, WeightUpdate] | None = None
+        self._leaves_behind = False
         self._freed = Signal()
         self.earlier_checksums: dict[int, str] = {}
         """Versions that an earlier life of the run committed, and what their weights hashed to."""
@@ -57,7 +64,10 @@ class SyncLoop:
         state = self._state
         while True:
             with state.board.waiting("sync", "a new version", on="learner"):
-                publication = await self._published.get()
+                publication = await self._next()
+            if publication is None:
+                await self._catch_up()
+                continue
             await self.bring(publication)
             self._published.task_done()
 
@@ -68,36 +78,97 @@ class SyncLoop:
         version = publication.version
         start_s = clock.now()
         with state.board.waiting("sync", f"the announcement of version {version}", on="learner"):
-            update = await state.parts.learner.published(publication)
+            update = await self._announced(publication)
         state.span("sync", "publish", start_s, version)
+        update, report = await self._into_use(publication, update)
+        state.tally.commit_gaps_s.append(report.gap_s)
+        state.tally.restarted += report.restarted
+        state.tally.versions.append(version)
+        self._newest, self._leaves_behind = (publication, update), False
+        self._release(publication.slot)
+        checksum = version_checksum(update)
+        self._compare(version, checksum)
+        state.flow.committed(version, checksum)
+        state.board.progress()
+
+    async def _next(self) -> Publication | None:
+        """What the learner publishes next; ``None`` where an engine lacks the newest version before."""
+        crew = self._state.parts.crew
+        if crew is None or self._leaves_behind:
+            return await self._published.get()
+        async with asyncio.TaskGroup() as group:
+            late, published = group.create_task(crew.behind()), group.create_task(self._published.get())
+            await asyncio.wait({late, published}, return_when=asyncio.FIRST_COMPLETED)
+            late.cancel()
+            if not published.done():
+                published.cancel()
+        return None if published.cancelled() else published.result()
+
+    async def _announced(self, publication: Publication) -> WeightUpdate:
+        """Where engines ended while it was sent to them, it is sent once more to those that are there then."""
+        try:
+            return await self._state.parts.learner.published(publication)
+        except WeightsError as error:
+            if self._state.parts.crew is None:
+                raise
+            await asyncio.sleep(SOON_S)
+            return await self._again(publication, error)
+
+    async def _again(self, publication: Publication, why: WeightsError) -> WeightUpdate:
+        """Sent once more, whole, to the engines that are there and lack it."""
+        crew = self._state.parts.crew
+        for left in reversed(range(MAX_SENT)):
+            self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
+            if crew is not None:
+                await crew.manned()
+            try:
+                return await self._state.parts.learner.resend(publication)
+            except WeightsError as error:
+                if crew is None or not left:
+                    raise
+                why = error
+            await asyncio.sleep(SOON_S)
+        raise AssertionError("the last error is raised")
+
+    async def _catch_up(self) -> None:
+        """Bring the newest version to an engine that has come late. One that needs it sent, while the learner has a
+        step to make first, gets the version of that step instead."""
+        assert self._newest is not None
+        publication, update = self._newest
+        try:
+            await self._once(update)
+        except NeedsFull as refusal:
+            if not self._free:
+                self._leaves_behind = True
+                return
+            await self._into_use(publication, await self._again(publication, refusal))
+
+    async def _into_use(self, publication: Publication, update: WeightUpdate) -> tuple[WeightUpdate, SwapReport]:
+        """Staged and committed; what an engine could not use as it came is sent again, whole."""
+        for left in reversed(range(MAX_SENT)):
+            try:
+                return update, await self._once(update)
+            except NeedsFull as refusal:
+                if not left:
+                    raise
+                update = await self._again(publication, refusal)
+        raise AssertionError("the last refusal is raised")
+
+    async def _once(self, update: WeightUpdate) -> SwapReport:
+        state, version = self._state, update.version
+        clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
         try:
             with state.board.waiting("sync", f"the staging of version {version}", on="engine"):
-                await self._stage(update, publication)
+                await engine.stage(update)
             state.span("sync", "stage", start_s, version)
             start_s = clock.now()
             with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
-                report = await state.parts.engine.commit(version, state.parts.interrupt)
+                report = await engine.commit(version, state.parts.interrupt)
         except DeadlineError as late:
             raise DeadlineError(f"{late.problem}; {self._last_words(update)}", remedy=late.remedy) from None
-        state.span("sync", "commit", start_s, update.version)
-        state.tally.commit_gaps_s.append(report.gap_s)
-        state.tally.restarted += report.restarted
-        state.tally.versions.append(update.version)
-        self._release(update.slot)
-        checksum = version_checksum(update)
-        self._compare(update.version, checksum)
-        state.flow.committed(update.version, checksum)
-        state.board.progress()
-
-    async def _stage(self, update: WeightUpdate, publication: Publication) -> None:
-        """What the engine could not use as it came is sent once more, whole."""
-        engine, learner = self._state.parts.engine, self._state.parts.learner
-        try:
-            await engine.stage(update)
-        except NeedsFull as refusal:
-            self._state.warn(f"weights sent again, whole: {refusal.problem}", kind="weights sent again")
-            await engine.stage(await learner.resend(publication))
+        state.span("sync", "commit", start_s, version)
+        return report
 
     def _last_words(self, update: WeightUpdate) -> str:
         engine = self._state.parts.engine.stats()

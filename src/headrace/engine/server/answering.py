@@ -16,12 +16,13 @@ from headrace.clock import Clock
 from headrace.engine.base import Engine
 from headrace.engine.server import prompts
 from headrace.engine.server.answers import Head, Json, usage
-from headrace.engine.server.body import read_object
+from headrace.engine.server.body import BodyLimits, read_object
 from headrace.engine.server.chat import Words
 from headrace.engine.server.choices import Asked, Manner, Piece, sample_all
 from headrace.engine.server.metrics import ServerMetrics
 from headrace.engine.server.refusal import Refusal
-from headrace.engine.server.schema import AnyBody, ChatBody, CompletionBody, read_body
+from headrace.engine.server.schema import AnyBody, ChatBody, CompletionBody
+from headrace.engine.server.strict import read_body
 from headrace.errors import ComponentDied
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -53,7 +54,15 @@ class Job:
 async def understand(request: Request, service: Service) -> Job:
     """Read, check and encode a request; raises :class:`Refusal`."""
     is_chat = request.url.path.endswith("/chat/completions")
-    tree = await read_object(request, service.terms.limits)
+    limits = service.terms.limits
+    tree = await read_object(
+        request,
+        BodyLimits(
+            max_bytes=limits.max_body_bytes,
+            timeout_s=limits.body_timeout_s,
+            remedy="send fewer or shorter prompts, or raise serve.max_body_bytes",
+        ),
+    )
     body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
     prompts.check_body(body, service.terms)
     loop, words = asyncio.get_running_loop(), service.words

@@ -42,6 +42,11 @@ class Connection(H11Protocol):
             self._listening.cancel()
         self._listening = self.loop.call_later(self.timeout_keep_alive, self._end_if_idle)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _end_if_idle(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+        if self.idle:
             self.transport.abort()

@@ -32,14 +32,14 @@ class Refusal(HeadraceError):
         message = f"{self.problem}; {self.remedy}"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        """The error as an answer."""
+    def response(self, body: Mapping[str, Any] | None = None) -> JSONResponse:
+        """The error as an answer, in another shape if ``body`` is given."""
         headers: Mapping[str, str] = {}
         if self.status in (429, 503):
             headers = {"retry-after": str(RETRY_AFTER_S)}
         elif self.status == 401:
             headers = {"www-authenticate": "Bearer"}
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return JSONResponse(self.body() if body is None else body, status_code=self.status, headers=headers)
 
 
 def shown(value: object, limit: int = 60) -> str:

@@ -7,17 +7,14 @@ refused unless they ask for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import Field, PlainValidator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from headrace.engine.server.refusal import Refusal, shown
-from headrace.errors import nearest
+from headrace.engine.server.strict import Strict, StrictBody, read_stop
 
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""Stop strings of one request, and characters of one."""
 MAX_BIASES = 1024
 """Entries of one logit_bias."""
 INT32_MAX = 2**31 - 1
@@ -48,8 +45,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """What OpenAI's protocol has and this server does not, with the values that ask for nothing."""
 
-B = TypeVar("B", bound="Body")
-
 
 def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     """A text, several, token ids, or several lists of them."""
@@ -71,19 +66,6 @@ def _are_ids(values: list[Any]) -> bool:
     return all(type(value) is int and 0 <= value <= INT32_MAX for value in values)
 
 
-def _read_stop(value: object) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if (
-        isinstance(texts, list)
-        and len(texts) <= MAX_STOPS
-        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in texts)
-    ):
-        return tuple(texts)
-    raise PydanticCustomError(
-        "stop", f"expected a text or a list of up to {MAX_STOPS} texts, each of 1 to {MAX_STOP_LENGTH} characters"
-    )
-
-
 def _read_bias(value: object) -> dict[int, float]:
     words = f"expected an object of up to {MAX_BIASES} entries, each a token id as text and a number from -100 to 100"
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
@@ -97,13 +79,7 @@ def _read_bias(value: object) -> dict[int, float]:
     return biases
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream tells besides its text."""
 
     include_usage: bool = False
@@ -112,8 +88,11 @@ class StreamOptions(_Strict):
     """Taken for compatibility; nothing is padded."""
 
 
-class Body(_Strict):
+class Body(StrictBody):
     """What both kinds of requests may say."""
+
+    ignored: ClassVar = IGNORED
+    unsupported: ClassVar = UNSUPPORTED
 
     model: str | None = None
     """The served model's name."""
@@ -131,9 +110,9 @@ class Body(_Strict):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
-    logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = Field(default={})
     """Token id to what is added to its logit."""
-    stop: Annotated[tuple[str, ...], PlainValidator(_read_stop)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
     """Texts that end a choice; they are no part of its text."""
     stop_token_ids: list[Annotated[int, Field(ge=0, le=INT32_MAX)]] = Field(default=[], max_length=64)
     """Tokens that end a choice, besides the model's own."""
@@ -167,7 +146,7 @@ class CompletionBody(Body):
     """0 for the logprob of each sampled token; the most likely others are not known."""
 
 
-def _read_content(value: object) -> str:
+def read_content(value: object) -> str:
     """A text, or the texts of several parts as one."""
     if isinstance(value, str):
         return value
@@ -181,11 +160,11 @@ def _read_content(value: object) -> str:
     )
 
 
-class Message(_Strict):
+class Message(Strict):
     """A message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
-    content: Annotated[str, PlainValidator(_read_content)]
+    content: Annotated[str, PlainValidator(read_content)]
     name: str | None = None
     """Handed to the chat template."""
 
@@ -220,36 +199,3 @@ class ChatBody(Body):
 
 
 AnyBody = CompletionBody | ChatBody
-
-
-def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
-    """``tree`` as a ``kind``; :class:`Refusal` says what is wrong with the first field that is."""
-    fields = {name: value for name, value in tree.items() if name not in IGNORED}
-    for name in UNSUPPORTED.keys() & fields.keys():
-        value = fields.pop(name)
-        if not any(type(value) is type(harmless) and value == harmless for harmless in UNSUPPORTED[name]):
-            raise Refusal(
-                f"{name}={shown(value)} is not supported",
-                remedy=f"leave {name} out",
-                param=name,
-                code="unsupported_parameter",
-            )
-    try:
-        return kind.model_validate(fields)
-    except pydantic.ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False)[0]) from None
-
-
-def _refusal(kind: type[Body], detail: ErrorDetails) -> Refusal:
-    name = ".".join(str(part) for part in detail["loc"]) or "the body"
-    value, top = detail["input"], str(detail["loc"][0]) if detail["loc"] else ""
-    match detail["type"]:
-        case "extra_forbidden":
-            known = kind.model_fields if len(detail["loc"]) == 1 else ()
-            close = nearest(str(detail["loc"][-1])[:100], known) if known else "leave it out"
-            return Refusal(f"{shown(name)} is not a field", remedy=close, param=name[:100], code="unknown_parameter")
-        case "missing":
-            return Refusal(f"{name} is missing", remedy=f"give {top}", param=name, code="missing_required_parameter")
-    return Refusal(
-        f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", remedy=f"change {top}", param=name
-    )

@@ -23,6 +23,8 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     routing: Routing | None = None
     context_routing: Routing | None = None
     failed: bool = False
+    reward: float | None = None
+    untrained: str = ""
 
 
 _CODEC = Codec(list[_Turn])
@@ -43,6 +45,8 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 routing=turn.tokens.routing,
                 context_routing=turn.context_routing,
                 failed=turn.failed,
+                untrained=turn.untrained,
+                reward=turn.reward,
             )
             for turn in turns
         ]
@@ -65,6 +69,8 @@ def decode_turns(data: bytes) -> list[Turn]:
             stop_reason=turn.stop_reason,
             context_routing=turn.context_routing,
             failed=turn.failed,
+            untrained=turn.untrained,
+            reward=turn.reward,
         )
         for turn in _CODEC.decode(data)
     ]

@@ -43,8 +43,7 @@ class EngineClient(Peer):
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        if self._closed is not None:
-            raise self._closed
+        self._refuse_closed()
         request_id = next(self._request_ids)
         stream: asyncio.Queue[Chunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)  # of a token each
         self._streams[request_id] = stream
@@ -70,18 +69,21 @@ class EngineClient(Peer):
         return (address,) if address else ()
 
     async def stage(self, update: WeightUpdate) -> float:
+        self._refuse_closed()
         call = self.next_call()
         staged = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
         return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        self._refuse_closed()
         call = self.next_call()
         committed = self.expect(call, Committed)
         self.send(Commit(call=call, version=version, mode=mode))
         return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresAre)
         self.send(
@@ -92,12 +94,14 @@ class EngineClient(Peer):
         return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def pause(self, *, release: bool = False) -> None:
+        self._refuse_closed()
         call = self.next_call()
         paused = self.expect(call, Paused)
         self.send(Pause(call=call, release=release))
         await self.answer(paused, "pause", self._deadline_s)
 
     async def resume(self) -> None:
+        self._refuse_closed()
         call = self.next_call()
         resumed = self.expect(call, Paused)
         self.send(Resume(call=call))
@@ -107,12 +111,15 @@ class EngineClient(Peer):
         return self._stats
 
     def close(self) -> None:
-        """Close the channel; whoever reads a stream hears of it."""
+        """Close the channel; whoever reads a stream, or waits for an answer, hears of it."""
         self._closed = ComponentDied(
             f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
         )
         for stream in self._streams.values():
             stream.put_nowait(self._closed)
+        for answer in list(self._expected.values()):
+            if not answer.done():
+                answer.set_exception(self._closed)
         super().close()
 
     def handle(self, message: Any) -> None:
@@ -127,6 +134,10 @@ class EngineClient(Peer):
             while chunk.restarted and not stream.empty():  # tokens that are to be forgotten
                 stream.get_nowait()
             stream.put_nowait(chunk)
+
+    def _refuse_closed(self) -> None:
+        if self._closed is not None:
+            raise self._closed
 
     def _send_soon(self, request: GenerateRequest) -> None:
         """All requests of one turn of the event loop travel in one message, so they join the batch together."""

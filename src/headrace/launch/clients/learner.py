@@ -35,8 +35,10 @@ class LearnerClient(Peer):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
-        self.receivers: tuple[str, ...] = ()
+        self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Where the engines take weights, for transports that send to somebody."""
+        self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
+        """The same, of the engines that have not got a version."""
         self.version = -1
         """The newest version that it has taken a snapshot of."""
 
@@ -56,7 +58,7 @@ class LearnerClient(Peer):
         call = self.next_call()
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
-        self.send(Publish(call=call, version=version, slot=slot, to=self.receivers))
+        self.send(Publish(call=call, version=version, slot=slot, to=self.receivers()))
         try:  # the order waits behind the step that is running
             answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
         except BaseException:
@@ -73,7 +75,7 @@ class LearnerClient(Peer):
     async def resend(self, publication: Publication) -> WeightUpdate:
         call, version = self.next_call(), publication.version
         announced = self.expect(call, Published)
-        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.receivers))
+        self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
         return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:

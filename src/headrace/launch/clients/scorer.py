@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from headrace.errors import DeadlineError, EnvError
@@ -20,13 +21,18 @@ from headrace.types.task import Task
 SUSPECTS = 16
 """Calls whose worker has died that are made again at the same time."""
 MAX_DEATHS = 8
-"""Workers that may die one after the other without a single score between them."""
+"""Workers that may die one after the other while no call has begun there, and without a single score between them."""
 
 
 class Worker(Protocol):
     """A scoring process."""
 
     peer: Peer
+
+    @property
+    def working_pid(self) -> int:
+        """The process that computes."""
+        ...
 
     async def died(self) -> str:
         """Wait for its end; why, in words."""
@@ -93,7 +99,7 @@ class Terms:
 
 
 class ScorerPool:
-    """The :class:`~headrace.scoring.Scorer` contract over worker processes.
+    """Grades one component of the reward in worker processes.
 
     The time of a call runs from when its worker begins with it. One that has not returned by its deadline costs its own
     episode: its worker is killed and replaced, and the other calls that worker had are made again. Where it cannot be
@@ -138,20 +144,29 @@ class ScorerPool:
             await self._came.wait_for(lambda: all(place.up for place in self._places))
 
     async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        return await self._answer(Score(call=0, prompt=task.prompt, completions=completions, row=task.row))
+
+    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Scores:
+        """Score one turn of an episode, from its text and all that the model had read."""
+        return await self._answer(
+            Score(call=0, prompt=task.prompt, completions=(text,), row=task.row, history=history, turn=turn)
+        )
+
+    async def _answer(self, request: Score) -> Scores:
         async with self._all:
-            outcome = await self._call(self._places, task, completions)
+            outcome = await self._call(self._places, request)
         if outcome is _Lost.DIED:
             async with self._suspects:
-                outcome = await self._call(self._places, task, completions)
+                outcome = await self._call(self._places, request)
         if isinstance(outcome, _Lost):
             async with self._alone:
                 self._apart.wanted.set()
-                outcome = await self._call([self._apart], task, completions)
+                outcome = await self._call([self._apart], request)
         if isinstance(outcome, _Lost):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
         return outcome
 
-    async def _call(self, places: list[_Place], task: Task, completions: tuple[str, ...]) -> Scores | _Lost:
+    async def _call(self, places: list[_Place], request: Score) -> Scores | _Lost:
         """One call, made again where its worker is replaced for another's sake."""
         while True:
             place = min(places, key=lambda place: (not place.up, place.load))
@@ -161,20 +176,20 @@ class ScorerPool:
                 continue
             place.load += 1
             try:
-                outcome = await self._attempt(place.shift, task, completions)
+                outcome = await self._attempt(place.shift, request)
             finally:
                 place.load -= 1
             if outcome is not _Lost.INNOCENT:
                 return outcome
 
-    async def _attempt(self, shift: _Shift, task: Task, completions: tuple[str, ...]) -> Scores | _Lost:
+    async def _attempt(self, shift: _Shift, request: Score) -> Scores | _Lost:
         """One call of one worker."""
         peer = shift.worker.peer
         call = peer.next_call()
         begun, scored = peer.expect(call, Started), peer.expect(call, Scored)
         either: set[asyncio.Future[Any]] = {begun, scored}
         try:
-            peer.send(Score(call=call, prompt=task.prompt, completions=completions, row=task.row))
+            peer.send(msgspec.structs.replace(request, call=call))
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             shift.begun += 1
             try:
@@ -201,14 +216,14 @@ class ScorerPool:
 
     async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
         """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
-        before_s = _computed_s(shift.worker.peer)
+        before_s = _computed_s(shift.worker)
         try:
             async with asyncio.timeout(self._terms.timeout_s):
                 return await scored
         except TimeoutError:
             if not shift.replaced:
                 shift.replaced = True
-                computed_s = _computed_s(shift.worker.peer) - before_s
+                computed_s = _computed_s(shift.worker) - before_s
                 shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
                 self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
             await shift.worker.kill()
@@ -230,7 +245,7 @@ class ScorerPool:
                 listening.cancel()
             worker.close()
             if not shift.replaced:
-                self._count_death(worker.peer, cause)
+                self._count_death(worker.peer, cause, by_call=shift.begun > 0)
 
     async def _arrival(self, place: _Place, shift: _Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and calls can be made in its place, or it has died."""
@@ -248,10 +263,10 @@ class ScorerPool:
             async with self._came:
                 self._came.notify_all()
 
-    def _count_death(self, peer: Peer, cause: str) -> None:
+    def _count_death(self, peer: Peer, cause: str, *, by_call: bool) -> None:
         if peer.last_words is not None:
             raise peer.last_words
-        self._deaths += 1
+        self._deaths += not by_call  # one of its calls may be to blame: each will be tried alone
         if self._deaths >= MAX_DEATHS:
             raise EnvError(
                 f"{self._deaths} scoring workers died one after the other; the last: {cause}",
@@ -260,10 +275,10 @@ class ScorerPool:
         self._warn(f"a scoring worker died ({cause}); its calls are made again")
 
 
-def _computed_s(peer: Peer) -> float:
+def _computed_s(worker: Worker) -> float:
     """Processor time of its process so far."""
     try:
-        times = psutil.Process(peer.ready.result().pid).cpu_times()
+        times = psutil.Process(worker.working_pid).cpu_times()
     except psutil.Error:  # it has just ended
         return 0.0
     return float(times.user + times.system)

@@ -20,8 +20,8 @@ from headrace.errors import HeadraceError
 from headrace.heap import growing_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import SPOKE
-from headrace.launch.starts import EngineStart, LearnerStart, ScorerStart, read_start
-from headrace.types.messages import engine, learner, scorer
+from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, read_start
+from headrace.types.messages import engine, environment, learner, scorer
 from headrace.types.messages.controller import Failure
 
 
@@ -63,6 +63,10 @@ def _role(path: Path) -> tuple[Any, Callable[[PartChannel], None]]:
             from headrace.launch.hosts.scorer import run_scorer
 
             return scorer.Message, lambda channel: run_scorer(start, channel)
+        case EnvironmentStart():
+            from headrace.launch.hosts.environment import run_environment
+
+            return environment.Message, lambda channel: run_environment(start, channel)
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:

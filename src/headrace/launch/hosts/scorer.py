@@ -1,4 +1,4 @@
-"""A scoring worker's process: many calls of one reward function at once."""
+"""A scoring worker's process: many calls of one component of the reward at once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pydantic
+
 from headrace.environ import run_token
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
-from headrace.scoring import load_reward
+from headrace.scoring import AnyReward, RewardConfig
 from headrace.types.messages.controller import Ready, Scored, Started
 from headrace.types.messages.scorer import Message, Score, Shutdown
 
+_SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
 MAX_THREADS = 16
@@ -21,16 +24,17 @@ MAX_THREADS = 16
 
 
 def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
-    """Import the function, report, serve until told to shut down."""
+    """Make the grader, report, serve until told to shut down."""
     asyncio.run(_serve(start, channel))
 
 
 async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
-    hands = ThreadPoolExecutor(max_workers=min(start.concurrency, MAX_THREADS), thread_name_prefix="reward")
-    room = asyncio.Semaphore(start.concurrency)
-    reward = load_reward(start.reward, hands)
+    section: AnyReward = _SECTION.validate_python(start.reward)
+    hands = ThreadPoolExecutor(max_workers=min(section.concurrency, MAX_THREADS), thread_name_prefix="reward")
+    room = asyncio.Semaphore(section.concurrency)
+    reward = section.grader(hands)
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
 
     async def score(request: Score) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from headrace.recipes.demo.task import VOCAB, Pair, row, split
+from headrace.recipes.demo.task import CHAT_TEMPLATE, VOCAB, Pair, row, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ def build_demo(
         num_kv_heads=2,
         intermediate_size=384,
         max_positions=64,
+        chat_template=CHAT_TEMPLATE,
         extra={"tie_word_embeddings": True, **(MIXTURE if mixture else {})},
     )
     cold = make_tiny(directory / "untrained", spec)

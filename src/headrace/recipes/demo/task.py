@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 
 VOCAB = "0123456789+="
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{ message.content }}"
+    "{%- if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+"""Messages one after the other; an answer has an end."""
 MAX_NEW_TOKENS = 4
 """Three digits and the end of the sequence."""
 NUM_WARM = 3000

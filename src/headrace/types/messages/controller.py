@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.types import chat
 from headrace.types.episode import StopReason
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn
@@ -189,6 +190,43 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Why there is no reward, with the file and line that raised; empty if there is one."""
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An episode that runs in an environment worker wants an answer of the model."""
+
+    episode: int
+    """The call that runs it."""
+    ask: int
+    """A number of the worker's own, by which it knows the answer."""
+    messages: tuple[chat.Message, ...] = ()
+    tools: tuple[chat.Tool, ...] = ()
+    options: chat.ChatOptions = chat.ChatOptions()
+    prompt_ids_T: IntColumn | None = None
+    """Everything that the model is to read, in place of messages."""
+
+
+class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An environment has ended an episode, or could not."""
+
+    call: int
+    reward: float | None = None
+    """What it earned; ``None`` where the environment did not say."""
+    turn_rewards: dict[int, float] = {}
+    """What of it was earned at single turns."""
+    trained: tuple[int, ...] | None = None
+    """The sampled turns that carry loss; ``None``: all of them."""
+    reason: str = ""
+    """Why it failed; empty where it did not."""
+    problem: str = ""
+    """The same in words, with the file and line that raised."""
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An environment worker is alive; told now and then."""
+
+    blocked_by: int = -1
+    """The episode whose code has kept the worker's loop from turning for too long; −1: none."""
+
+
 Answer = (
     Staged
     | Committed
@@ -201,8 +239,9 @@ Answer = (
     | Saved
     | Started
     | Scored
+    | EpisodeDone
 )
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""
-Message = Ready | Failure | Chunks | Answer
+Message = Ready | Failure | Chunks | Asked | Alive | Answer

@@ -16,6 +16,10 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     completions: tuple[str, ...]
     row: dict[str, Any]
     """The row of the dataset, prompt included."""
+    history: str = ""
+    """Everything that the model had read before a turn that is scored by itself."""
+    turn: int = -1
+    """Which turn of its episode that is, from 0; −1: the completions are whole."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):

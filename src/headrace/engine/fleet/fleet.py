@@ -1,0 +1,385 @@
+"""Several engines as one, wherever they run: whoever holds the :class:`~headrace.engine.Engine` sees no difference.
+
+    generate ──▶ router: which engine? ──▶ that engine's stream ──▶ chunks, under one name for good
+                     ▲                          │ the engine dies, or is full
+                     └──── from what was streamed ┘
+    stage  ──▶ every engine that lacks the version, at once
+    commit ──▶ k at a time, while the others serve; done when every engine that is there uses it
+    join ──▶ it waits for the newest version, then serves            leave ──▶ its sequences find another place
+
+An engine is judged by its own requests: it dies, or it says nothing for too long while it has some. Whoever keeps the
+processes tells of their coming and going, and is told whom to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.clock import Clock
+from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
+from headrace.engine.fleet.journey import MAX_FRUITLESS, Journey
+from headrace.engine.fleet.router import Router
+from headrace.engine.fleet.totals import total
+from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull, RequestError
+from headrace.types.messages.controller import EngineStats
+from headrace.types.messages.engine import Fork
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.types.versions import NOT_SAMPLED
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
+
+A = TypeVar("A")
+
+TICK_S = 1.0
+"""How often the engines are looked at."""
+HOMES = 65_536
+"""Requests of which it is known where they were, for forks."""
+GOES_ON = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
+"""Commits that do not stop generation: unless told otherwise all engines commit at once."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Member:
+    name: str
+    engine: Engine
+    version: int = NOT_SAMPLED
+    """In use."""
+    staged: int = NOT_SAMPLED
+    """The newest that it has brought."""
+    heard: EngineStats = field(default_factory=EngineStats)
+    """What it said last."""
+    silent_s: float = 0.0
+    """Since it said that."""
+
+
+class Fleet:
+    """The :class:`~headrace.engine.Engine` contract over the engines that are there.
+
+    ``size`` is how many there should be. ``rolling``: how many may commit at once; ``None``: one by one where the
+    commit stops generation, all where it does not. ``end`` is told which engine to end, and why; without it, what is
+    wrong with an engine is the caller's error.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        size: int = 1,
+        rolling: int | None = None,
+        end: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._clock, self._size, self._rolling, self._end = clock, size, rolling, end
+        self._router = Router()
+        self._members: dict[str, _Member] = {}
+        self._left: dict[str, int] = {}
+        self._gone = EngineStats()
+        self._numbers = itertools.count()
+        self._homes: OrderedDict[int, tuple[_Member, int]] = OrderedDict()
+        self._update: WeightUpdate | None = None
+        self._paused: bool | None = None  # with release or without; None: it goes on
+        self._changed = asyncio.Event()
+        self.version = NOT_SAMPLED
+        """The newest that every engine uses."""
+
+    # -- who is there -----------------------------------------------------------------------------------------------
+
+    def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED) -> None:
+        """``engine`` is there, with the weights ``version``; without any it serves when it has got the newest."""
+        self._members[name] = _Member(name=name, engine=engine, version=version, staged=version)
+        self._router.join(name)
+        if version != NOT_SAMPLED:
+            self._router.use(name, version)
+            self.version = max(self.version, version)
+        self._ring()
+
+    def leave(self, name: str) -> int:
+        """It is gone; how many sequences it had. They go on elsewhere when its streams end with
+        :class:`~headrace.errors.ComponentDied`."""
+        member = self._members.get(name)
+        if member is not None:
+            self._drop(member)
+        return self._left.pop(name, 0)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who is there, those without weights included."""
+        return tuple(self._members)
+
+    async def serving(self, name: str) -> None:
+        """Until it serves."""
+        while (member := self._members.get(name)) is None or member.version == NOT_SAMPLED:
+            await self._changed.wait()
+
+    async def manned(self) -> None:
+        """Until an engine is there, with weights or without."""
+        while not self._members:
+            await self._changed.wait()
+
+    async def behind(self) -> None:
+        """Until an engine is there that lacks the version that the others use, or that they used when they were
+        there."""
+        while not any(member.version < self.version for member in self._members.values()):
+            await self._changed.wait()
+
+    def lacking(self, version: int) -> tuple[str, ...]:
+        """The engines that have not brought ``version``."""
+        return tuple(member.name for member in self._members.values() if member.staged < version)
+
+    async def watch(self, silence_s: float) -> None:
+        """Have an engine ended that has sequences and says nothing for ``silence_s``; until cancelled.
+
+        The time of a machine that stood still itself does not count.
+        """
+        while True:
+            await asyncio.sleep(TICK_S)
+            for member in list(self._members.values()):
+                self._listen(member, silence_s)
+
+    def _listen(self, member: _Member, silence_s: float) -> None:
+        said, load = member.engine.stats(), self._router.load(member.name)
+        if said is not member.heard or not load or self._paused is not None:
+            member.heard, member.silent_s = said, 0.0
+            return
+        member.silent_s += TICK_S
+        if member.silent_s >= silence_s:
+            self._give_up(
+                member,
+                DeadlineError(
+                    f"{member.name} has said nothing for {member.silent_s:g} s and has {load} sequences",
+                    remedy="look at its log in the run directory; raise launch.engine_silence_s if its steps take long",
+                ),
+            )
+
+    def _give_up(self, member: _Member, error: DeadlineError) -> None:
+        if self._end is None:
+            raise error
+        if self._members.get(member.name) is member:  # not its successor
+            self._drop(member)
+            self._end(member.name, error.problem)
+
+    def _drop(self, member: _Member) -> None:
+        if self._members.get(member.name) is not member:
+            return
+        del self._members[member.name]
+        self._left[member.name] = len(self._router.leave(member.name))
+        self._gone = total([member.engine.stats()], self._gone, version=NOT_SAMPLED, size=1)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Whoever waits looks again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        journey = Journey(
+            number=next(self._numbers),
+            prompt_ids_T=prompt_ids_T,
+            sampling=sampling,
+            options=options,
+            arrived_s=self._clock.now(),
+        )
+        leg: Any = None
+        try:
+            while not journey.over:
+                leg = self._leg(journey)
+                async for chunk in leg:
+                    yield chunk
+        finally:
+            if leg is not None:
+                await leg.aclose()
+            self._router.end(journey.number)
+
+    async def _leg(self, journey: Journey) -> AsyncIterator[TokenChunk]:
+        """What one engine makes of it: all of it, or until that engine is gone."""
+        home, fork = self._home(journey.options.fork)
+        member = await self._place(journey, home)
+        stream: Any = member.engine.generate(  # a generator, as all that follow the contract
+            journey.prompt_ids_T, journey.sampling, journey.asked(self._clock.now(), fork)
+        )
+        try:
+            async with aclosing(stream):
+                async for chunk in stream:
+                    yield self._took(journey, member, chunk)
+        except ComponentDied as death:
+            self._drop(member)
+            self._router.end(journey.number)
+            journey.strand(death)
+        except EngineFull:
+            self._router.end(journey.number)
+            journey.avoid.add(member.name)
+            if home is not None or journey.avoid >= self._members.keys():
+                raise
+
+    def _took(self, journey: Journey, member: _Member, chunk: TokenChunk) -> TokenChunk:
+        self._homes[journey.number] = (member, chunk.request_id)
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        passed_on = journey.took(chunk)
+        if journey.over:
+            self._router.end(journey.number)  # its reader may take its time
+        return passed_on
+
+    def _home(self, fork: Fork | None) -> tuple[_Member | None, Fork | None]:
+        """The one engine that can serve a fork, and the fork in its words; none for what is no fork."""
+        if fork is None:
+            return None, None
+        member, parent = self._homes.get(fork.parent, (None, -1))
+        if member is None or self._members.get(member.name) is not member:
+            where = "has not been heard of for long" if member is None else f"was with {member.name}, which is gone"
+            problem = f"a fork of request {fork.parent}, which {where}"
+            raise RequestError(problem, remedy="send its tokens as a prompt")
+        return member, msgspec.structs.replace(fork, parent=parent)
+
+    async def _place(self, journey: Journey, home: _Member | None = None) -> _Member:
+        wish = journey.wish("" if home is None else home.name)
+        while (name := self._router.place(journey.number, wish, journey.avoid)) is None:
+            if self._router.serves and not journey.avoid:
+                raise journey.refused()
+            journey.avoid.clear()
+            await self._changed.wait()
+        return self._members[name]
+
+    async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        for left in itertools.count(MAX_FRUITLESS - 1, -1):
+            number = next(self._numbers)
+            while (name := self._router.place(number)) is None:
+                await self._changed.wait()
+            member = self._members[name]
+            try:
+                return await member.engine.score(tokens, temperature=temperature)
+            except ComponentDied:
+                self._drop(member)
+                if not left:
+                    raise
+            finally:
+                self._router.end(number)
+        raise AssertionError("the last death is raised")
+
+    # -- weights ----------------------------------------------------------------------------------------------------
+
+    async def stage(self, update: WeightUpdate) -> float:
+        """Every engine that lacks it brings it; where none is there, it waits for one.
+
+        :class:`~headrace.errors.NeedsFull` where one needs it sent again; those that have it keep it.
+        """
+        self._update = update
+        start_s = self._clock.now()
+        while not self._members or self.lacking(update.version):
+            await self.manned()
+            lacking = [self._members[name] for name in self.lacking(update.version)]
+            for refusal in await self._all(self._stage(member, update) for member in lacking):
+                if refusal is not None:
+                    raise refusal
+        return self._clock.now() - start_s
+
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        """Every engine that has it staged uses it, some at a time; where all of those have ended, others bring it
+        first."""
+        done: list[SwapReport] = []
+        while True:
+            able = [member for member in self._members.values() if member.version < version == member.staged]
+            gate = asyncio.Semaphore(self._at_once(mode))
+            reports = await self._all(self._commit(member, version, mode, gate) for member in able)
+            done += [report for report in reports if report is not None]
+            if any(member.version == version for member in self._members.values()):
+                break
+            assert self._update is not None
+            await self.stage(self._update)
+        self.version = version
+        self._ring()
+        return combined(version, mode, done)
+
+    async def pause(self, *, release: bool = False) -> None:
+        self._paused = release
+        await self._all(member.engine.pause(release=release) for member in self._members.values())
+
+    async def resume(self) -> None:
+        self._paused = None
+        await self._all(member.engine.resume() for member in self._members.values())
+
+    def stats(self) -> EngineStats:
+        here = (member.engine.stats() for member in self._members.values())
+        return total(here, self._gone, version=self.version, size=self._size)
+
+    def _at_once(self, mode: Interrupt) -> int:
+        if self._rolling is not None:
+            return self._rolling
+        return max(1, len(self._members)) if mode in GOES_ON else 1
+
+    async def _all(self, work: Iterable[Awaitable[A]]) -> list[A]:
+        """The results, when all have come; the first error then."""
+        results = await asyncio.gather(*work, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if not isinstance(result, BaseException)]
+
+    async def _stage(self, member: _Member, update: WeightUpdate) -> NeedsFull | None:
+        try:
+            await member.engine.stage(update)
+        except NeedsFull as refusal:
+            return refusal if self._size == 1 else NeedsFull(f"{member.name}: {refusal.problem}", remedy=refusal.remedy)
+        except ComponentDied:
+            self._drop(member)
+        except DeadlineError as late:
+            self._give_up(member, late)
+        else:
+            member.staged = update.version
+        return None
+
+    async def _commit(
+        self, member: _Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
+    ) -> SwapReport | None:
+        async with gate:
+            if self._members.get(member.name) is not member:
+                return None
+            self._router.hold(member.name)
+            try:
+                report = await member.engine.commit(version, mode)
+                if self._paused is not None:
+                    await member.engine.pause(release=self._paused)
+            except ComponentDied:
+                self._drop(member)
+                return None
+            except DeadlineError as late:
+                self._give_up(member, late)
+                return None
+            finally:
+                self._router.release(member.name)
+        member.version = version
+        if self._members.get(member.name) is member:
+            self._router.use(member.name, version)
+            self._ring()
+        return report
+
+
+def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
+    """What a commit of several engines cost: sums of what was lost, and the longest of what took time.
+
+    >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
+    >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over
+    4
+    """
+    each = list(reports)
+    return SwapReport(
+        version=version,
+        gap_s=max((report.gap_s for report in each), default=0.0),
+        carried_over=sum(report.carried_over for report in each),
+        restarted=sum(report.restarted for report in each),
+        mode=mode,
+        waited_s=max((report.waited_s for report in each), default=0.0),
+        wasted_tokens=sum(report.wasted_tokens for report in each),
+        recomputed_tokens=sum(report.recomputed_tokens for report in each),
+    )

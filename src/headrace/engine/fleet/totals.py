@@ -1,0 +1,37 @@
+"""The counters of several engines as those of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from headrace.types.messages.controller import EngineStats
+
+GAUGES = frozenset({
+    *("running", "waiting", "cache_blocks", "cache_blocks_used"),
+    *("cache_bytes", "routing_bytes", "pinned_bytes"),
+})  # fmt: skip
+"""What is so at this moment; the others are counters, which outlive the engine that counted."""
+
+
+def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
+    """Sums over the engines that are there and, of the counters, what those that are ``gone`` had come to;
+    ``busy_s`` is the mean over ``size`` engines.
+
+    >>> now, gone = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
+    >>> sums = total([now], gone, version=4, size=2)
+    >>> sums.version, sums.busy_s, sums.running, sums.steps
+    (4, 1.5, 3, 6)
+    """
+    sums = {
+        name: 0 if name in GAUGES else value
+        for name, value in msgspec.structs.asdict(gone).items()
+        if name != "version"
+    }  # fmt: skip
+    for each in present:
+        for name, value in msgspec.structs.asdict(each).items():
+            if name in sums:
+                sums[name] += value
+    sums["busy_s"] /= size
+    return EngineStats(version=version, **sums)

@@ -1,0 +1,142 @@
+"""What ``env.entry`` names, as one kind of thing: a coroutine that attempts a row and says what that earned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any
+
+from headrace.config.user_code import find_in_file, load_file
+from headrace.env.interface import Env, StepResult, as_messages
+from headrace.env.policy import Episode, Policy
+from headrace.env.program import Program
+from headrace.env.threads import in_thread
+from headrace.env.tools import call_tools, tool_functions
+from headrace.errors import BudgetSpent, ConfigError, EnvError, EpisodeError
+from headrace.types.chat import Message, Reply
+
+Rollout = Callable[[Mapping[str, Any], Policy], Awaitable[Episode]]
+"""Attempts a row."""
+
+
+def load_entry(kind: str, reference: str, executor: Executor) -> Rollout:
+    """Import what ``file.py:name`` names, or find the program of a command; plain functions run in ``executor``.
+
+    Raises :class:`~headrace.errors.EnvError` for a file that fails, and for a name of another kind.
+    """
+    if kind == "program":
+        return partial(_program, Program(shlex.split(reference)))
+    path, name = find_in_file(reference, "env.entry")
+    try:
+        found = vars(load_file(path))[name]
+    except ConfigError as error:
+        raise EnvError(f"env.entry={reference!r}: {error.problem}", remedy=error.remedy) from None
+    return _KINDS[kind](found, reference, executor)
+
+
+def _env(found: Any, reference: str, executor: Executor) -> Rollout:
+    if not (isinstance(found, type) and issubclass(found, Env)):
+        raise EnvError(
+            f"env.entry={reference!r} is {found!r}, and env.kind='env' needs a class that inherits headrace.Env",
+            remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
+        )
+    return partial(_play, found, executor)
+
+
+def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
+    if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
+        raise EnvError(
+            f"env.entry={reference!r} is {found!r}, and env.kind='rollout' needs an async function of two parameters",
+            remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
+        )
+
+    async def attempt(task: Mapping[str, Any], policy: Policy) -> Episode:
+        returned = await found(task, policy)
+        if isinstance(returned, Episode):
+            as_reward(returned.reward)
+            return returned
+        return Episode(reward=as_reward(returned))
+
+    return attempt
+
+
+_KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "rollout": _rollout}
+"""By ``env.kind``."""
+
+
+async def _program(program: Program, task: Mapping[str, Any], policy: Policy) -> Episode:
+    return Episode(reward=as_reward(await program.run(task, policy.variables)))
+
+
+async def _play(kind: type[Env], executor: Executor, task: Mapping[str, Any], policy: Policy) -> Episode:
+    """One episode of an environment: reset, then answers and steps until it is done or may have no more."""
+    call = partial(_call, executor)
+    env = await call(kind)
+    env.seed = policy.seed
+    rewards: dict[int, float] = {}
+    try:
+        said = list(as_messages(await call(env.reset, task)))
+        tools = tool_functions(env.tools)
+        while True:
+            reply = await _next(policy, said, list(env.tools))
+            if reply is None:
+                return Episode(reward=sum(rewards.values()), rewards=rewards)  # cut off: it earns no more
+            said.append(reply.message)
+            if reply.message.tool_calls:
+                said += await call_tools(reply.message, tools, executor)
+                continue
+            result = _checked(await call(env.step, reply.message))
+            reward = as_reward(result.reward)
+            if reward is not None:
+                rewards[reply.turn] = reward
+            if result.done:
+                break
+            said += as_messages(result.messages)
+    finally:
+        await call(env.close)
+    return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards)
+
+
+async def _next(policy: Policy, said: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
+    """The next answer; ``None`` where an episode that had one may have no more: it ends with what it has earned."""
+    try:
+        return await policy.chat(said, tools=tools)
+    except BudgetSpent:
+        if not any(message.role == "assistant" for message in said):
+            raise
+        return None
+
+
+def _checked(result: Any) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise EpisodeError(f"step returned a {type(result).__name__}", remedy="return a headrace.StepResult")
+    if not result.done and not result.messages:
+        raise EpisodeError("step returned neither messages nor done=True", remedy="return one of them")
+    return result
+
+
+async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code where it blocks nobody."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    returned = await in_thread(executor, partial(function, *arguments))
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def as_reward(value: Any) -> float | None:
+    """A reward as a finite number; :class:`~headrace.errors.EpisodeError` for anything else."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EpisodeError(f"the reward is a {type(value).__name__}", remedy="return a number") from None
+    if not math.isfinite(number):
+        raise EpisodeError(f"the reward is {number}", remedy="return a finite number", reason="reward_nan")
+    return number

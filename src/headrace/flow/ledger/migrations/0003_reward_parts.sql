@@ -1,0 +1,1 @@
+ALTER TABLE episodes ADD COLUMN reward_parts TEXT NOT NULL DEFAULT '{}';  -- JSON: component -> value

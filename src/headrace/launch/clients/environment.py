@@ -1,0 +1,319 @@
+"""Environment workers: processes that run the user's environments, replaced when one hangs or dies.
+
+    episode ──RunEpisode──▶ worker        the user's code
+       ▲    ◀──Asked──────    │
+       └──▶ ──Replied──────▶  │           as often as it likes
+            ◀──EpisodeDone────┘
+
+What becomes of the episodes of a worker:
+
+    one of them kept its loop from turning ── it is ended, and the others begin again
+    one of them does not end when it is given up ── the others end there, and no more come
+    it died, or fell silent ── any of them may be why: each begins again in a worker of its own, and fails if that dies
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.env import OpenEpisode, Outcome
+from headrace.errors import DeadlineError, EnvError, EpisodeError
+from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.scorer import Worker
+from headrace.launch.clients.shift import EnvPeer, Lost, Place, Shift, Visit
+from headrace.types.messages.controller import EpisodeDone
+from headrace.types.messages.environment import Cancel, RunEpisode
+from headrace.types.task import Task
+
+if TYPE_CHECKING:
+    from headrace.rollout.endpoint import Endpoint
+
+GRACE_S = 2.0
+"""How long an episode that nobody waits for any more may take to end."""
+SUSPECTS = 4
+"""Episodes that begin again at the same time in workers of their own."""
+MAX_IDLE_DEATHS = 8
+"""Workers that may die one after the other without having had an episode."""
+LOOK_S = 0.5
+"""How often the time since a worker was last heard is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvTerms:
+    """On which environment workers are kept."""
+
+    num_workers: int
+    concurrency: int
+    """Episodes at once in each."""
+    block_s: float
+    """How long code of an episode may keep the loop of its worker from turning, and the worker may say nothing."""
+    start_timeout_s: float
+    """Longest that a worker may take to start."""
+    scored: bool
+    """Whether a reward function says what an episode earned, and not its environment."""
+
+
+Listening = Callable[[Callable[[str], None]], AbstractAsyncContextManager["Endpoint"]]
+"""Opens the endpoint at which programs reach their episodes; its warnings go to the function."""
+
+
+class EnvPool:
+    """The :class:`~headrace.env.Environment` contract over worker processes; with ``listening`` each episode can also
+    be reached over HTTP, by the programs that it starts."""
+
+    asks_prompt = False
+
+    def __init__(
+        self,
+        start_worker: Callable[[], Awaitable[Worker]],
+        terms: EnvTerms,
+        *,
+        warn: Callable[[str], None],
+        listening: Listening | None = None,
+    ) -> None:
+        self._listening = listening
+        self._endpoint: Endpoint | None = None
+        self._start_worker = start_worker
+        self._terms = terms
+        self._warn = warn
+        self._places = [Place() for _ in range(terms.num_workers)]
+        self._came = asyncio.Condition()
+        self._room = asyncio.Semaphore(terms.num_workers * terms.concurrency)
+        self._suspects = asyncio.Semaphore(SUSPECTS)
+        self._idle_deaths = 0
+        self._helpers: asyncio.TaskGroup | None = None
+
+    def send_warnings_to(self, warn: Callable[[str], None]) -> None:
+        """From now on, tell ``warn`` what people should know."""
+        self._warn = warn
+
+    def _tell(self, text: str) -> None:
+        self._warn(text)
+
+    async def keep(self) -> None:
+        """Keep every place filled; ends only by cancellation, or when workers do not start, or die without work."""
+        async with self._reachable(), asyncio.TaskGroup() as helpers:
+            self._helpers = helpers
+            for place in self._places:
+                helpers.create_task(self._keep(place))
+
+    @asynccontextmanager
+    async def _reachable(self) -> AsyncIterator[None]:
+        if self._listening is None:
+            yield
+            return
+        async with self._listening(self._tell) as self._endpoint:
+            yield
+
+    async def started(self) -> None:
+        """Until every worker is there."""
+        async with self._came:
+            await self._came.wait_for(lambda: all(place.up for place in self._places))
+
+    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        """One attempt, in a worker; where it is lost without being to blame, begun again.
+
+        Raises :class:`~headrace.errors.EpisodeError` by the reason for which the episode failed.
+        """
+        order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
+        async with self._room:
+            found = await self._visit(await self._free_shift(), order, episode)
+            while found is Lost.INNOCENT:
+                episode.begin_again()
+                found = await self._visit(await self._free_shift(), order, episode)
+        if found is Lost.DIED:
+            async with self._suspects:
+                episode.begin_again()
+                found = await self._visit_alone(order, episode)
+        if isinstance(found, Lost):
+            raise EpisodeError(
+                f"its code kept the loop of its worker from turning for env.block_s={self._terms.block_s:g} s",
+                remedy="await what waits, and hand what computes to asyncio.to_thread",
+                reason="env_blocked",
+            )
+        return self._outcome(found)
+
+    def _outcome(self, done: EpisodeDone) -> Outcome:
+        if done.reason:
+            raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
+        if done.reward is None and not self._terms.scored:
+            raise EpisodeError(
+                "the environment did not say what it earned, and there is no reward function",
+                remedy="return a reward, or set env.reward",
+                reason="reward_none",
+            )
+        reward = None if self._terms.scored else done.reward
+        return Outcome(reward=reward, turn_rewards=done.turn_rewards, trained=done.trained)
+
+    # -- one episode in one worker ----------------------------------------------------------------------------------
+
+    async def _free_shift(self) -> Shift:
+        """The worker with the fewest episodes."""
+        async with self._came:
+            await self._came.wait_for(lambda: any(place.up for place in self._places))
+        place = min((place for place in self._places if place.up), key=lambda place: place.load)
+        assert place.shift is not None
+        return place.shift
+
+    async def _visit(self, shift: Shift, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
+        """One episode in one worker, and in the programs that it starts: nobody asks in its name afterwards."""
+        if self._endpoint is None:
+            return await self._in_worker(shift, order, episode)
+        async with self._endpoint.session(episode) as access:
+            found = await self._in_worker(shift, msgspec.structs.replace(order, variables=access.variables), episode)
+        if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:
+            words = f"{found.problem} (a request of it had been refused: {access.last_refusal})"
+            return msgspec.structs.replace(found, problem=words)
+        return found
+
+    async def _in_worker(self, shift: Shift, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
+        """Until the episode has ended there, or is lost. Where nobody waits for it any more, the worker ends it."""
+        peer = shift.worker.peer
+        call = peer.next_call()
+        done = peer.expect(call, EpisodeDone)
+        try:
+            async with asyncio.TaskGroup() as group:
+                visit = Visit(episode, peer, group)
+                shift.come(call, visit)
+                peer.send(msgspec.structs.replace(order, call=call))
+                ended = await done
+                visit.end()
+            return ended
+        except asyncio.CancelledError:
+            if done.cancelled() and not _being_cancelled():
+                return shift.why_lost(call)
+            self._give_up(shift, call)
+            raise
+        except BaseExceptionGroup as errors:  # of the answers: what goes wrong with the engine is not the episode's
+            self._give_up(shift, call)
+            raise errors.exceptions[0] from None
+        except (TypeError, ValueError, OverflowError, NotImplementedError) as error:
+            raise EpisodeError(f"the row cannot travel: {error!a}", remedy="keep plain data in the rows") from None
+        finally:
+            shift.go(call)
+            done.cancel()
+
+    async def _visit_alone(self, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
+        """The same in a worker of its own."""
+        assert self._helpers is not None
+        while True:
+            place = Place()
+            shift = Shift(await self._start_worker())
+            self._helpers.create_task(self._tend(place, shift))
+            try:
+                await shift.settled.wait()
+                if not place.up:
+                    continue  # it has died before there was an episode in it
+                found = await self._visit(shift, order, episode)
+                if found is not Lost.DIED:
+                    return found
+                raise EpisodeError(
+                    f"the process that ran it died, alone too: {shift.cause}",
+                    remedy="look at logs/environment-*.log in the run directory",
+                    reason="env_crashed",
+                )
+            finally:
+                await shift.replace()
+
+    def _give_up(self, shift: Shift, call: int) -> None:
+        """Have the worker end an episode, or end the worker."""
+        assert self._helpers is not None
+        self._helpers.create_task(self._see_it_end(shift, call))
+
+    async def _see_it_end(self, shift: Shift, call: int) -> None:
+        ended = shift.worker.peer.expect(call, EpisodeDone)
+        shift.worker.peer.send(Cancel(call=call))
+        await asyncio.wait([ended], timeout=GRACE_S)
+        if not ended.done() and not shift.replaced:
+            self._warn("an episode that was given up does not end: its worker is replaced when its others have ended")
+            await shift.retire()
+        ended.cancel()
+
+    # -- workers ----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, place: Place) -> None:
+        assert self._helpers is not None
+        while True:
+            shift = Shift(await self._start_worker())
+            self._helpers.create_task(self._tend(place, shift))
+            await shift.left.wait()
+
+    async def _tend(self, place: Place, shift: Shift) -> None:
+        """A worker, from its start to its end."""
+        worker = shift.worker
+        assert isinstance(worker.peer, EnvPeer)
+        worker.peer.shift = shift
+        async with asyncio.TaskGroup() as group:
+            listening = group.create_task(worker.peer.listen())
+            dying = group.create_task(worker.died())
+            await self._arrival(place, shift, dying)
+            watching = group.create_task(self._watch(shift))
+            cause = await dying
+            shift.cause = cause.partition("\n")[0]
+            was_idle = not shift.visits
+            if place.shift is shift:
+                place.shift = None
+            watching.cancel()
+            listening.cancel()
+        worker.close()
+        shift.left.set()
+        shift.settled.set()
+        if not shift.replaced:
+            self._count_death(worker.peer, cause, was_idle=was_idle)
+
+    async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
+        """Until the worker is ready, and episodes can run in its place, or it has died."""
+        peer = shift.worker.peer
+        first: set[asyncio.Future[Any]] = {dying, peer.ready}
+        done, _ = await asyncio.wait(first, timeout=self._terms.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(
+                f"{peer.name} did not start within {self._terms.start_timeout_s:g} s",
+                remedy=f"look at logs/{peer.name}.log in the run directory; is the file of env.entry slow to import?",
+            )
+        if peer.ready.done():
+            place.shift = shift
+            shift.settled.set()
+            async with self._came:
+                self._came.notify_all()
+
+    async def _watch(self, shift: Shift) -> None:
+        """End a worker whose loop is blocked, or that has fallen silent. Silence is counted in looks: where this loop
+        stood still itself, that is one look."""
+        quiet_looks = 0
+        while quiet_looks * LOOK_S < self._terms.block_s + LOOK_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await shift.blocked.wait()
+            if shift.blocked.is_set():
+                self._warn("code of an episode blocks the loop of its worker: the worker is replaced")
+                await asyncio.shield(shift.replace())
+                return
+            quiet_looks = 0 if shift.was_heard else quiet_looks + 1
+            shift.was_heard = False
+        self._warn("an environment worker has fallen silent: it is replaced")
+        await shift.worker.kill()
+
+    def _count_death(self, peer: Peer, cause: str, *, was_idle: bool) -> None:
+        if peer.last_words is not None:
+            raise peer.last_words
+        self._idle_deaths = self._idle_deaths + 1 if was_idle else 0
+        if self._idle_deaths >= MAX_IDLE_DEATHS:
+            raise EnvError(
+                f"{self._idle_deaths} environment workers died without an episode, one after the other; the last: "
+                f"{cause}",
+                remedy=f"look at logs/{peer.name}.log in the run directory",
+            )
+        self._warn(f"an environment worker died ({cause}); its episodes begin again")
+
+
+def _being_cancelled() -> bool:
+    task: asyncio.Task[Any] | None = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

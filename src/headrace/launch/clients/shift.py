@@ -1,0 +1,154 @@
+"""One environment worker, from its start to its end, and the episodes that visit it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from headrace.env import OpenEpisode
+from headrace.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.scorer import Worker
+from headrace.types.messages.controller import Alive, Asked
+from headrace.types.messages.environment import Refused, Replied
+
+
+class EnvPeer(Peer):
+    """An environment worker, as the controller sees it."""
+
+    shift: Shift | None = None
+    """Who hears what it says without having been asked; ``None`` before it is of use."""
+
+    def handle(self, message: object) -> None:
+        if not isinstance(message, Alive | Asked):
+            super().handle(message)
+        elif self.shift is not None:
+            self.shift.hear(message)
+
+
+class Lost(Enum):
+    """Why an episode came to nothing in a worker."""
+
+    INNOCENT = auto()
+    """The worker was replaced for the sake of another one."""
+    BLOCKED = auto()
+    """It kept the loop of its worker from turning."""
+    DIED = auto()
+    """The worker died, or fell silent: any of its episodes may be why."""
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One episode in one worker."""
+
+    episode: OpenEpisode
+    peer: Peer
+    group: asyncio.TaskGroup
+    answers: set[asyncio.Task[None]] = field(default_factory=set)
+    """Those that are under way."""
+
+    def asked(self, asked: Asked) -> None:
+        """Answer, when there is an answer."""
+        task = self.group.create_task(self._answer(asked))
+        self.answers.add(task)
+        task.add_done_callback(self.answers.discard)
+
+    def end(self) -> None:
+        """Nobody waits for answers any more."""
+        for task in self.answers:
+            task.cancel()
+
+    async def _answer(self, asked: Asked) -> None:
+        try:
+            if asked.prompt_ids_T is not None:
+                reply = await self.episode.sample(asked.prompt_ids_T, asked.options)
+            else:
+                reply = await self.episode.reply(asked.messages, asked.tools, asked.options)
+        except (EpisodeError, RequestError) as error:
+            reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
+            spent = isinstance(error, BudgetSpent)
+            told = Refused(ask=asked.ask, reason=reason, spent=spent, problem=error.problem, remedy=error.remedy)
+            self.peer.send(told)
+        else:
+            self.peer.send(Replied(ask=asked.ask, reply=reply))
+
+
+@dataclass(slots=True, eq=False)
+class Shift:
+    """One worker, from its start to its end."""
+
+    worker: Worker
+    visits: dict[int, Visit] = field(default_factory=dict)
+    """Its episodes, by call."""
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether it has become ready, or has ended before."""
+    blocked: asyncio.Event = field(default_factory=asyncio.Event)
+    blocked_by: int = -1
+    """The call that keeps its loop from turning; −1: none does."""
+    was_heard: bool = False
+    """Since that was looked at last."""
+    replaced: bool = False
+    """Whether it was ended for the sake of one of its episodes."""
+    cause: str = ""
+    """Why it has ended, in words."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether its place is free: it has ended, or gets no more episodes."""
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether its last episode has ended."""
+
+    def come(self, call: int, visit: Visit) -> None:
+        """An episode begins here."""
+        self.visits[call] = visit
+        self.emptied.clear()
+
+    def go(self, call: int) -> None:
+        """An episode is over here, or was given up."""
+        del self.visits[call]
+        if not self.visits:
+            self.emptied.set()
+
+    def hear(self, message: Alive | Asked) -> None:
+        """It has said something without having been asked."""
+        self.was_heard = True
+        if isinstance(message, Asked):
+            visit = self.visits.get(message.episode)
+            if visit is not None:  # else it has just been given up
+                visit.asked(message)
+        elif message.blocked_by >= 0:
+            self.blocked_by = message.blocked_by
+            self.blocked.set()
+
+    def why_lost(self, call: int) -> Lost:
+        """It has ended: what that means for one of its episodes."""
+        if self.blocked_by == call:
+            return Lost.BLOCKED
+        return Lost.INNOCENT if self.replaced else Lost.DIED
+
+    async def replace(self) -> None:
+        """End it, for the sake of one of its episodes."""
+        self.replaced = True
+        await self.worker.kill()
+
+    async def retire(self) -> None:
+        """Give it no more episodes, and end it with the last that it has."""
+        self.left.set()
+        await self.emptied.wait()
+        await self.replace()
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where a worker stands; empty while it is replaced."""
+
+    shift: Shift | None = None
+    """Who stands there; ``None`` while it is empty."""
+
+    @property
+    def up(self) -> bool:
+        shift = self.shift
+        return shift is not None and shift.settled.is_set() and not (shift.replaced or shift.left.is_set())
+
+    @property
+    def load(self) -> int:
+        return 0 if self.shift is None else len(self.shift.visits)

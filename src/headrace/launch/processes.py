@@ -1,0 +1,246 @@
+"""The processes of a run on this machine: what each is told when it is started, and where they meet."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import platform
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from headrace.clock import RealClock
+from headrace.environ import num_cores, shared_memory_root
+from headrace.errors import RunError
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Child, Site
+from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient
+from headrace.launch.clients.peer import Peer
+from headrace.launch.config import threads
+from headrace.launch.engines import Engines, EngineTerms, engine_names
+from headrace.launch.interleaving import interleaving_file
+from headrace.launch.leases import Lease, sweep
+from headrace.launch.order import Component, Facts, Order
+from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, ScorerStart, Start
+from headrace.scoring import AnyReward
+from headrace.sync.config import Route
+from headrace.types.messages import engine, environment, learner, scorer
+from headrace.types.versions import NOT_SAMPLED
+
+
+@dataclass(slots=True, kw_only=True)
+class Processes:
+    """Every process of one run."""
+
+    site: Site
+    order: Order
+    weights: Path
+    """The shared-memory file."""
+    leases: ExitStack
+    """Closed when the run is over."""
+    children: list[Child] = field(default_factory=list)
+    num_scorers: int = 0
+    """Started so far, those that were replaced included."""
+    num_environments: int = 0
+    """Environment workers, counted in the same way."""
+
+    def engines(self, *, own_weights: bool = False) -> Engines:
+        """Those of the run, not started yet; with ``own_weights`` each serves those of the model directory."""
+        order = self.order
+        terms = EngineTerms(
+            rolling=order.sync.rolling,
+            restarts=order.launch.engine_restarts,
+            start_timeout_s=order.launch.start_timeout_s,
+            silence_s=order.launch.engine_silence_s,
+            version=0 if own_weights else NOT_SAMPLED,
+        )
+        start = partial(self._start_engine, own_weights=own_weights)
+        return Engines(start, engine_names(order.engine.count), terms, RealClock())
+
+    async def _start_engine(self, name: str, *, own_weights: bool) -> Child:
+        order, alone = self.order, self.order.engine.count == 1
+        settled = order.engine.of_one(engine_names(order.engine.count).index(name), order.devices)
+        num_threads = max(1, threads(order.launch.engine_threads, num_cores()) // order.engine.count)
+        start = EngineStart(
+            model=order.model.model_dump(mode="json"),
+            engine=settled.model_dump(mode="json"),
+            max_context=order.max_context,
+            num_threads=num_threads,
+            route=self._route(),
+            serve_own_weights=str(self._own_weights()) if own_weights else "",
+            interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
+            repeats=order.repeats,
+        )
+        self._forget_replaced()
+        return await self._start(name, start, num_threads, partial(self._engine_client, name))
+
+    def _own_weights(self) -> Path:
+        """A file in shared memory that only one engine fills and reads."""
+        lease = Lease.file(shared_memory_root())
+        self.leases.callback(lease.end)
+        return lease.path
+
+    async def start_learner(self) -> LearnerClient:
+        order = self.order
+        world = order.learner.parallel.world
+        num_threads = max(1, threads(order.launch.learner_threads, num_cores()) // world)
+        start = LearnerStart(
+            model=order.model.model_dump(mode="json"),
+            learner=self._learner_on(0),
+            algo=order.algo.model_dump(mode="json"),
+            temperature=order.sampling.temperature,
+            total_steps=order.total_steps,
+            tokenizer_dir=order.tokenizer_dir,
+            snapshot="" if order.snapshot is None else str(order.snapshot),
+            route=self._route(),
+            num_threads=num_threads,
+            world=world,
+            rendezvous=f"file://{self.site.directory / 'rendezvous'}",
+        )
+        child = await self._start("learner", start, num_threads, self._learner_client)
+        for rank in range(1, world):
+            name = f"{child.role}-{rank}"
+            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank))
+            await self._start(name, other, num_threads, partial(self._peer, name))
+        assert isinstance(child.peer, LearnerClient)
+        return child.peer
+
+    def _learner_on(self, rank: int) -> dict[str, Any]:
+        settled = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
+        return settled.model_dump(mode="json")
+
+    async def start_scorer(self, reward: AnyReward) -> Child:
+        env = self.order.env
+        half_mb = psutil.virtual_memory().total >> 21
+        keep = Keep(memory_bytes=(env.reward_memory_mb or half_mb) << 20, processes=env.reward_processes)
+        start = ScorerStart(reward=reward.model_dump(mode="json"), keep=keep)
+        name = f"scorer-{self.num_scorers}"
+        self.num_scorers += 1
+        self._forget_replaced()
+        return await self._start(name, start, 1, partial(self._peer, name))
+
+    async def start_environment(self, start: EnvironmentStart) -> Child:
+        name = f"environment-{self.num_environments}"
+        self.num_environments += 1
+        self._forget_replaced()
+        return await self._start(name, start, 1, partial(self._env_peer, name))
+
+    def _forget_replaced(self) -> None:
+        self.children = [child for child in self.children if not child.closed]
+
+    def _route(self) -> Route:
+        sync, run_dir = self.order.sync, self.order.run_dir
+        where = hashlib.blake2b(f"{platform.node()}:{run_dir}".encode(), digest_size=4).hexdigest()
+        own = f"{sync.directory.rstrip('/')}/{run_dir.name}-{where}"  # others may have directories of that name
+        folder = own if sync.directory else str(run_dir / "weights")
+        places = {"shm": str(self.weights), "files": folder, "collective": str(self.site.directory)}
+        return Route(
+            transport=sync.transport,
+            codec=sync.codec,
+            address=places.get(sync.transport, ""),
+            host=sync.host,
+            deadline_s=sync.deadline_s / 2,
+        )
+
+    def components(self, restarts: Mapping[str, int]) -> list[Component]:
+        """Every process, the controller's own first; ``restarts``: how often each was started again."""
+        parts = [Component(role="controller", pid=os.getpid(), state="ready", version=None)]
+        for child in self.children:
+            version, device = _version(child.peer), _device(child.peer)
+            parts.append(
+                Component(
+                    role=child.role,
+                    pid=child.pid,
+                    state=child.state,
+                    version=version,
+                    device=device,
+                    restarts=restarts.get(child.role, 0),
+                )
+            )
+        return parts
+
+    def facts(self) -> Facts:
+        """Of engines and learner, as far as they are ready."""
+        parts = [child for child in self.children if child.role == "learner" or child.role.startswith("engine")]
+        return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
+
+    async def end(self) -> None:
+        farewells = {
+            "engine": engine.Shutdown(),
+            "environment": environment.Shutdown(),
+            "learner": learner.Shutdown(),
+            "scorer": scorer.Shutdown(),
+        }
+        ends = [child.end(farewells[child.role.partition("-")[0]]) for child in self.children]
+        await asyncio.gather(*ends)
+
+    async def _start(
+        self,
+        name: str,
+        start: Start,
+        num_threads: int,
+        make_peer: Callable[[ControllerChannel], Peer],
+    ) -> Child:
+        child = await Child.start(self.site, name, start, num_threads, make_peer)
+        self.children.append(child)
+        return child
+
+    def _peer(self, name: str, channel: ControllerChannel) -> Peer:
+        return Peer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+
+    def _env_peer(self, name: str, channel: ControllerChannel) -> Peer:
+        return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+
+    def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
+        deadline_s = self.order.sync.deadline_s
+        return EngineClient(name, channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s)
+
+    def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
+        deadline_s = self.order.sync.deadline_s
+        return LearnerClient(
+            "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
+        )
+
+
+def _version(peer: Peer) -> int | None:
+    match peer:
+        case EngineClient():
+            return peer.stats().version
+        case LearnerClient():
+            return peer.version
+    return None
+
+
+def _device(peer: Peer) -> str:
+    ready = peer.ready
+    told = ready.done() and not ready.cancelled() and ready.exception() is None
+    return str(ready.result().facts.get("device", "")) if told else ""
+
+
+def premises(order: Order, leases: ExitStack) -> tuple[Site, Path]:
+    """Where the processes meet, and the weights' file in shared memory; what killed runs left there is removed."""
+    logs = order.run_dir / "logs"
+    places = Path(tempfile.gettempdir()), shared_memory_root()
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        for root in places:
+            sweep(root)
+        directory = Lease.directory(places[0])
+        leases.callback(directory.end)
+        weights = Lease.file(places[1])
+        leases.callback(weights.end)
+    except OSError as error:
+        raise RunError(
+            f"the files of the run's processes cannot be made: {error}",
+            remedy=f"make room in {logs}, {places[0]} and {places[1]}, and let this user write there",
+        ) from None
+    return Site(directory=directory.path, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans), weights.path

@@ -1,0 +1,232 @@
+"""The endpoint's routes, and every way a request can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from headrace.clock import Clock
+from headrace.engine.server.body import BodyLimits, read_object
+from headrace.engine.server.refusal import Refusal, shown
+from headrace.engine.server.watch import ClientGone, while_connected
+from headrace.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
+from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Limits, Setting
+from headrace.rollout.endpoint.chat import CHAT
+from headrace.rollout.endpoint.messages import MESSAGES, read_counted
+from headrace.rollout.endpoint.responses import RESPONSES
+from headrace.rollout.endpoint.sessions import Session, Sessions
+from headrace.types.chat import Reply
+
+A = TypeVar("A")
+PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
+COUNT = "/messages/count_tokens"
+MODEL = "policy"
+
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """What all requests share."""
+
+    sessions: Sessions
+    limits: Limits
+    clock: Clock
+    on_wish: Callable[[str, float | str], None]
+    """Told what a request wishes and does not get."""
+
+    def body_limits(self) -> BodyLimits:
+        """Of one request."""
+        limits = self.limits
+        return BodyLimits(
+            max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, remedy="send a shorter conversation"
+        )
+
+
+def make_app(desk: Desk) -> Starlette:
+    """The whole endpoint as an ASGI application; every path is there with and without ``/v1``."""
+
+    async def models(request: Request) -> Response:
+        desk.sessions.find(request.headers)
+        model = {"id": MODEL, "object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [model], "has_more": False})
+
+    routes: list[BaseRoute] = []
+    for root in ("", "/v1"):
+        handlers = {path: _Handler(desk, dialect, _Answering(desk, dialect)) for path, dialect in PATHS.items()}
+        handlers[COUNT] = _Handler(desk, MESSAGES, _Counting())
+        routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
+        routes.append(Route(f"{root}/models", models, methods=["GET"]))
+    return Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
+
+
+class _Wire:
+    """One request's answer on its way: a body, or events, which begin with the first thing there is to say."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi = scope, receive, send
+        self._send = send
+        self._streams = False
+
+    async def body(self, body: Json) -> None:
+        """All of it."""
+        await JSONResponse(body)(*self._asgi)
+
+    async def event(self, event: Event) -> None:
+        """One more event."""
+        data = (
+            event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, allow_nan=False)
+        )
+        name = f"event: {event.name}\n" if event.name else ""
+        await self.data(f"{name}data: {data}\n\n".encode())
+
+    async def data(self, data: bytes) -> None:
+        """More of the stream, as it is."""
+        if not self._streams:
+            self._streams = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """The stream is whole."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def refuse(self, refusal: Refusal, dialect: Dialect) -> None:
+        """No answer, and why."""
+        if self._streams:
+            await self.event(dialect.broken(refusal))
+            await self.end()
+        else:
+            await refusal.response(dialect.refusal(refusal))(*self._asgi)
+
+
+class _Handler:
+    """``POST`` to one path, as an ASGI application: it watches the connection while it works."""
+
+    def __init__(self, desk: Desk, dialect: Dialect, work: Callable[[Session, Json, _Wire], Awaitable[None]]) -> None:
+        self._desk, self._dialect, self._work = desk, dialect, work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, wire = Request(scope, receive), _Wire(scope, receive, send)
+        session: Session | None = None
+        try:
+            session = self._desk.sessions.find(request.headers)
+            async with session.request():
+                tree = await read_object(request, self._desk.body_limits())
+                await while_connected(receive, self._guarded(session, tree, wire))
+        except ClientGone:
+            return
+        except Refusal as refusal:
+            if session is None or session.refused(refusal.problem) > self._desk.limits.patience:
+                await asyncio.sleep(self._desk.limits.delay_s)
+            await wire.refuse(refusal, self._dialect)
+
+    async def _guarded(self, session: Session, tree: Json, wire: _Wire) -> None:
+        try:
+            await _in_words(lambda: self._work(session, tree, wire))
+        except Refusal:
+            raise
+        except Exception as error:  # noqa: BLE001 - kept for whoever runs the episode; the server goes on
+            session.failure = error
+            words = f"the run failed: {error.problem if isinstance(error, HeadraceError) else type(error).__name__}"
+            raise Refusal(words, remedy="end: this episode is over", status=500, code="internal") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """An answer in one protocol."""
+
+    desk: Desk
+    dialect: Dialect
+
+    async def __call__(self, session: Session, tree: Json, wire: _Wire) -> None:
+        setting = Setting(
+            name=secrets.token_hex(12),
+            created_s=int(self.desk.clock.wall()),
+            spell=session.episode.spell,
+            max_choices=self.desk.limits.max_choices,
+            histories=session.histories,
+        )
+        exchange = self.dialect.understand(tree, setting)
+        for name, value in exchange.asked.wishes.items():
+            self.desk.on_wish(name, value)
+        if not exchange.asked.stream:
+            await wire.body(exchange.whole(await _replies(session, exchange.asked)))
+            return
+        for event in exchange.events(await self._waited(_replies(session, exchange.asked), wire)):
+            await wire.event(event)
+        await wire.end()
+
+    async def _waited(self, work: Coroutine[Any, Any, A], wire: _Wire) -> A:
+        """What ``work`` returns; the stream is kept alive meanwhile."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(work)
+                while not (await asyncio.wait({task}, timeout=self.desk.limits.ping_s))[0]:
+                    await wire.data(self.dialect.ping)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return task.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Counting:
+    """The tokens of a conversation that is not answered."""
+
+    async def __call__(self, session: Session, tree: Json, wire: _Wire) -> None:
+        asked = read_counted(tree)
+        await wire.body({"input_tokens": await session.episode.count(asked.messages, asked.tools)})
+
+
+async def _replies(session: Session, asked: Asked) -> list[Reply]:
+    """Every answer that is asked for, side by side; the first failure ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(session.episode.reply(asked.messages, asked.tools, asked.options))
+                for _ in range(asked.num_choices)
+            ]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _in_words(work: Callable[[], Awaitable[None]]) -> None:
+    """What can be mended, or ends this episode, as a refusal."""
+    try:
+        await work()
+    except EpisodeError as error:
+        status = 403 if isinstance(error, BudgetSpent) else 400  # neither is asked again by clients
+        raise Refusal(error.problem, remedy=error.remedy, status=status, code=error.reason) from None
+    except EngineFull as error:
+        raise Refusal(error.problem, remedy=error.remedy, status=429, code="engine_full") from None
+    except SequenceFailed as error:
+        raise Refusal(error.problem, remedy=error.remedy, status=500, code="sequence_failed") from None
+    except RequestError as error:
+        raise Refusal(error.problem, remedy=error.remedy) from None
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error.response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = shown(request.url.path)
+    known = ", ".join(f"/v1{path}" for path in (*PATHS, COUNT))
+    problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    remedy = f"known: POST {known}; GET /v1/models"
+    return Refusal(problem, remedy=remedy, status=error.status_code, code=code).response()

@@ -1,0 +1,278 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from headrace.engine.server.refusal import Refusal
+from headrace.engine.server.schema import StreamOptions
+from headrace.engine.server.strict import StrictBody, read_body, read_stop
+from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
+from headrace.rollout.endpoint.reading import (
+    INT32_MAX,
+    NAME,
+    Part,
+    named_answers,
+    read_choice,
+    refuse_same_names,
+    text_of,
+    token_logprobs,
+    wishes,
+)  # fmt: skip
+from headrace.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.types.episode import StopReason
+
+_Text = Annotated[str, PlainValidator(text_of("text"))]
+
+
+class _Given(Part):
+    """A message that the policy did not write."""
+
+    role: Literal["system", "developer", "user"]
+    content: _Text
+    name: str = ""
+
+    def message(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role=role, content=self.content, name=self.name)
+
+
+class _CalledFunction(Part):
+    name: str = Field(min_length=1)
+    arguments: str = ""
+    parsed_arguments: Any = None
+    """OpenAI's client puts it there."""
+
+
+class _Call(Part):
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+    index: int = 0
+    """Where a stream's parts were put together by hand, it may be left."""
+
+
+class _Answered(Part):
+    """A message of the policy."""
+
+    role: Literal["assistant"]
+    content: _Text = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+    """The younger name of ``reasoning_content``."""
+    tool_calls: list[_Call] = Field(default=[])
+    refusal: Literal[""] = ""
+    annotations: list[Any] = Field(default=[], max_length=0)
+    parsed: Any = None
+    """OpenAI's client puts it there."""
+    name: str = ""
+
+    def message(self) -> Message:
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in self.tool_calls
+        ]
+        return Message(
+            role="assistant",
+            content=self.content,
+            reasoning=self.reasoning_content or self.reasoning,
+            tool_calls=tuple(calls),
+            name=self.name,
+        )
+
+
+class _ToolAnswer(Part):
+    role: Literal["tool"]
+    content: _Text
+    tool_call_id: str
+    name: str = ""
+    """Known from the call."""
+
+    def message(self) -> Message:
+        return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
+
+
+class _Function(Part):
+    name: str = Field(pattern=NAME)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool = False
+    """Taken for compatibility: the policy writes what it writes."""
+
+
+class _Tool(Part):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Body(StrictBody):
+    ignored: ClassVar = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "seed"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        }
+    )
+    unsupported: ClassVar = {
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "moderation": (),
+        "web_search_options": (),
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+    }
+    model: str = ""
+    messages: list[Annotated[_Given | _Answered | _ToolAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    tools: list[_Tool] = Field(default=[], max_length=1024)
+    tool_choice: Annotated[str, PlainValidator(read_choice)] = "auto"
+    n: int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    stop: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
+    reasoning_effort: str = ""
+    verbosity: str = ""
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+    def asked(self, setting: Setting) -> Asked:
+        if self.n > setting.max_choices:
+            raise Refusal(
+                f"n={self.n} is more than {setting.max_choices}",
+                remedy=f"ask for n <= {setting.max_choices}",
+                param="n",
+            )
+        functions = [tool.function for tool in self.tools] if self.tool_choice == "auto" else []
+        tools = tuple(Tool(name=f.name, description=f.description, parameters=f.parameters) for f in functions)
+        refuse_same_names(tools)
+        return Asked(
+            messages=named_answers(message.message() for message in self.messages),
+            tools=tools,
+            options=ChatOptions(
+                max_new_tokens=self.max_completion_tokens or self.max_tokens,
+                stop=self.stop,
+            ),
+            num_choices=self.n,
+            stream=self.stream,
+            wishes=wishes(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                reasoning_effort=self.reasoning_effort,
+                verbosity=self.verbosity,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exchange:
+    body: _Body
+    asked: Asked
+    setting: Setting
+
+    def whole(self, replies: Sequence[Reply]) -> Json:
+        choices = []
+        for index, reply in enumerate(replies):
+            message = {"role": "assistant", "refusal": None, **_message(reply.message)}
+            choices.append({"index": index, "message": message, **self._end(reply)})
+        return {**self._frame("chat.completion", choices), "usage": _usage(replies)}
+
+    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        usage: Json = {"usage": None} if self.body.stream_options.include_usage else {}
+        for index, reply in enumerate(replies):
+            for delta in _deltas(reply.message):
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield Event("", {**self._frame("chat.completion.chunk", [choice]), **usage})
+            choice = {"index": index, "delta": {}, **self._end(reply)}
+            yield Event("", {**self._frame("chat.completion.chunk", [choice]), **usage})
+        if usage:
+            yield Event("", {**self._frame("chat.completion.chunk", []), "usage": _usage(replies)})
+        yield Event("", "[DONE]")
+
+    def _frame(self, kind: str, choices: list[Json]) -> Json:
+        name, created_s = f"chatcmpl-{self.setting.name}", self.setting.created_s
+        return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
+
+    def _end(self, reply: Reply) -> Json:
+        """What a choice tells besides its message."""
+        logprobs = None
+        if self.body.logprobs:
+            logprobs = {"content": token_logprobs(reply, self.setting.spell), "refusal": None}
+        ids = {"token_ids": list(reply.token_ids)} if self.body.return_token_ids else {}
+        return {"logprobs": logprobs, "finish_reason": _finish(reply), "stop_reason": reply.stop_reason, **ids}
+
+
+def _message(message: Message) -> Json:
+    """What the policy said; without content where it calls tools and says nothing."""
+    said: Json = {"content": message.content or (None if message.tool_calls else "")}
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return said
+
+
+def _deltas(message: Message) -> Iterator[Json]:
+    yield {"role": "assistant", "content": ""}
+    said = _message(message)
+    if message.reasoning:
+        yield {"reasoning_content": message.reasoning}
+    if message.content:
+        yield {"content": message.content}
+    for index, call in enumerate(said.get("tool_calls", ())):
+        yield {"tool_calls": [{"index": index, **call}]}
+
+
+def _finish(reply: Reply) -> str:
+    if reply.stop_reason is not StopReason.STOP:
+        return "length"  # the protocol has no word for the other two
+    return "tool_calls" if reply.message.tool_calls else "stop"
+
+
+def _usage(replies: Sequence[Reply]) -> Json:
+    num_prompt, num_sampled = replies[0].num_prompt_tokens, sum(reply.num_tokens for reply in replies)
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
+    }  # fmt: skip
+
+
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
+    body = read_body(_Body, tree)
+    if "stream_options" in body.model_fields_set and not body.stream:
+        raise Refusal(
+            "stream_options is given, and the answer is no stream",
+            remedy="set stream=true, or leave stream_options out",
+            param="stream_options",
+        )
+    given, newer = body.max_tokens, body.max_completion_tokens
+    if None not in (given, newer) and given != newer:
+        raise Refusal(
+            f"max_tokens={given} and max_completion_tokens={newer} differ",
+            remedy="give max_completion_tokens alone",
+            param="max_tokens",
+        )
+    return _Exchange(body=body, asked=body.asked(setting), setting=setting)
+
+
+CHAT = Dialect(
+    understand=_understand,
+    refusal=Refusal.body,
+    broken=lambda refusal: Event("", refusal.body()),
+    ping=b": sampling\n\n",
+)

@@ -1,0 +1,141 @@
+"""The endpoint as a server inside the controller's loop, on this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+
+import uvicorn
+
+from headrace.clock import Clock
+from headrace.engine.server.connection import Connection
+from headrace.engine.server.refusal import shown
+from headrace.env.base import OpenEpisode
+from headrace.errors import RunError
+from headrace.rollout.endpoint.app import Desk, make_app
+from headrace.rollout.endpoint.base import Access, Limits
+from headrace.rollout.endpoint.sessions import Sessions
+from headrace.types.sampling import Sampling
+
+MAX_CONNECTIONS = 4096
+"""At once, and never more than half of the files that the process may open: the run needs the others."""
+
+
+class Endpoint:
+    """Where programs reach their episodes. Made by :meth:`listening`."""
+
+    def __init__(self, base_url: str, sessions: Sessions) -> None:
+        self.base_url = base_url
+        """Without ``/v1``."""
+        self._sessions = sessions
+
+    @classmethod
+    @asynccontextmanager
+    async def listening(
+        cls, sampling: Sampling, *, clock: Clock, warn: Callable[[str], None], limits: Limits | None = None
+    ) -> AsyncIterator[Endpoint]:
+        """An endpoint that answers for the body's duration, on a free port.
+
+        ``sampling`` is how the policy samples, whatever requests say; ``warn`` is told, once for each field, if they
+        say something else. Raises :class:`~headrace.errors.RunError` where no port can be had.
+        """
+        limits = limits or Limits()
+        sessions = Sessions(limits)
+        desk = Desk(sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn))
+        with _bound() as listening:
+            server = _Server(
+                uvicorn.Config(
+                    make_app(desk),
+                    lifespan="off",
+                    access_log=False,
+                    log_config=None,
+                    log_level="error",
+                    server_header=False,
+                    ws="none",
+                    http=_Connection,
+                    timeout_keep_alive=limits.idle_timeout_s,
+                    timeout_graceful_shutdown=1,
+                )
+            )
+            host, port = listening.getsockname()
+            async with _beside(server, listening):
+                yield cls(f"http://{host}:{port}", sessions)
+
+    def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
+        """A way into ``episode`` for the body's duration. Afterwards its key is refused and none of its requests runs,
+        so that the episode is complete; what went wrong in it that no program could mend is raised."""
+        return self._sessions.open(episode, self.base_url)
+
+
+class _Wishes:
+    """Tells once of every field by which programs ask for what they do not get."""
+
+    def __init__(self, sampling: Sampling, warn: Callable[[str], None]) -> None:
+        self._own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._warn = warn
+        self._told: set[str] = set()
+
+    def __call__(self, name: str, value: float | str) -> None:
+        own = self._own.get(name)
+        if value == own or name in self._told:
+            return
+        self._told.add(name)
+        instead = f"the policy samples with {name}={own:g}" if own is not None else "the policy does not read that"
+        asked = f"{name}={value:g}" if isinstance(value, float | int) else f"{name}={shown(value)}"
+        self._warn(f"a program asks for {asked}; {instead}, as everywhere in the run: so it is trained")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, that leaves signals to the controller."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def _beside(server: _Server, listening: socket.socket) -> AsyncIterator[None]:
+    """``server`` serves while the body runs, and has let go of every connection when this returns."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=[listening]))
+            try:
+                yield
+            finally:
+                server.should_exit = True
+                await asyncio.wait({serving})
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+class _Connection(Connection):
+    """A connection that makes room: where there are too many, one that is idle is cut, and if there is none, the
+    newest."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > _most_connections():
+            others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
+            next((other for other in others if other.idle), self).transport.abort()
+
+
+def _most_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
+@contextmanager
+def _bound() -> Iterator[socket.socket]:
+    try:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    except OSError as error:
+        raise RunError(
+            f"the endpoint for programs cannot listen on 127.0.0.1: {error}",
+            remedy="may this process open sockets, and is a port free?",
+        ) from None
+    with contextlib.closing(listening):
+        yield listening

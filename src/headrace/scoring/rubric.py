@@ -1,0 +1,176 @@
+"""A reward of several components: each graded by itself, clamped, weighted, added up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from headrace.clock import Clock
+from headrace.scoring.base import Graded, RewardSection, Scorer, Scores
+from headrace.types.task import Task
+from headrace.types.trace import Span
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a failed call is made again; twice as long every time."""
+
+
+class Graders(Scorer, Protocol):
+    """The workers of one component."""
+
+    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Scores:
+        """Score one turn of an episode, from its text and all that the model had read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One part of a rubric."""
+
+    section: RewardSection
+    graders: Graders
+
+    @property
+    def label(self) -> str:
+        """How it is called."""
+        return self.section.label
+
+
+class Rubric:
+    """The :class:`~headrace.scoring.Scorer` and :class:`~headrace.scoring.TurnScorer` contracts over components.
+
+    Components are asked at the same time, each in workers of its own: the slowest decides how long it takes, and a
+    hung one costs no other its answer. A call that fails is made again, ``retries`` times; then the component's
+    ``default`` stands in for it, or the completion has failed.
+    """
+
+    def __init__(self, components: Sequence[Component], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
+        self._whole = [component for component in components if not component.section.by_turn]
+        self._by_turn = [component for component in components if component.section.by_turn]
+        self._labels = tuple(component.label for component in components)
+        self._clock = clock
+        self._on_span = on_span
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a component wants all completions of a group at once."""
+        return any(component.graders.by_group for component in self._whole)
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether a component scores turns."""
+        return bool(self._by_turn)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The components, in order."""
+        return self._labels
+
+    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async with asyncio.TaskGroup() as group:
+            asked = {c.label: group.create_task(self._grade(c, task, completions)) for c in self._whole}
+        notes: dict[str, None] = {}
+        graded = tuple(
+            self._sum(self._whole, {label: task.result().of(place) for label, task in asked.items()}, notes)
+            for place in range(len(completions))
+        )
+        if len(self._labels) == 1:  # it is the reward
+            graded = tuple(replace(each, parts={}) for each in graded)
+        return Scores(rewards=tuple(each.reward for each in graded), graded=graded, notes=tuple(notes))
+
+    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
+        async with asyncio.TaskGroup() as group:
+            calls = {c.label: partial(c.graders.score_turn, task, text, history, turn) for c in self._by_turn}
+            asked = {c.label: group.create_task(self._again(c, calls[c.label])) for c in self._by_turn}
+        return self._sum(self._by_turn, {label: task.result().of(0) for label, task in asked.items()}, {})
+
+    def over_turns(self, turns: Sequence[Graded]) -> list[float]:
+        """What each of an episode's turns adds to its reward, from their scores; none of them has failed."""
+        shares = [0.0] * len(turns)
+        for component in self._by_turn:
+            values = [turn.parts[component.label] for turn in turns]
+            for place, share in enumerate(_SHARES[component.section.over_turns](values)):
+                shares[place] += component.section.weight * share
+        return shares
+
+    def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
+        """The components over all turns of an episode, as they count in its reward, but for their weights."""
+        labels = {c.label: _SHARES[c.section.over_turns] for c in self._by_turn}
+        return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
+
+    async def _grade(self, component: Component, task: Task, completions: tuple[str, ...]) -> Scores:
+        """All completions, at once or one by one as the component wants them."""
+        graders = component.graders
+        if graders.by_group or len(completions) == 1:
+            return await self._again(component, partial(graders.score, task, completions))
+        async with asyncio.TaskGroup() as group:
+            calls = [partial(graders.score, task, (completion,)) for completion in completions]
+            asked = [group.create_task(self._again(component, call)) for call in calls]
+        graded = tuple(one.result().of(0) for one in asked)
+        return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
+
+    async def _again(self, component: Component, call: Callable[[], Awaitable[Scores]]) -> Scores:
+        """One call, and those after it while they fail."""
+        pause_s, left = FIRST_PAUSE_S, component.section.retries
+        while True:
+            start_s = self._clock.now()
+            scores = await call()
+            end_s = self._clock.now()
+            self._on_span(Span(lane=f"reward {component.label}", name="score", start_s=start_s, end_s=end_s))
+            if not scores.failure or not left:
+                return scores
+            await asyncio.sleep(pause_s)
+            pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
+
+    def _sum(self, components: Sequence[Component], graded: Mapping[str, Graded], notes: dict[str, None]) -> Graded:
+        """One completion's components, added up; ``notes`` gets what is odd and no failure."""
+        parts: dict[str, float] = {}
+        for component in components:
+            section, one = component.section, graded[component.label]
+            if one.reward is not None:
+                parts[component.label] = section.clamped(one.reward)
+            elif section.default is not None:
+                parts[component.label] = section.default
+                reason = (one.failure or "it returned None").partition(":")[0]
+                notes[f"the reward {component.label!r} failed and counts as {section.default:g}: {reason}"] = None
+            else:
+                return Graded(reward=None, failure=self._named(component, one.failure), parts=parts)
+        if not self._labels:  # nobody says what an episode earns
+            return Graded(reward=None)
+        reward = sum(component.section.weight * parts[component.label] for component in components)
+        if not math.isfinite(reward):
+            return Graded(reward=None, failure="reward_nan: the weighted sum is not finite", parts=parts)
+        return Graded(reward=reward, parts=parts)
+
+    def _named(self, component: Component, failure: str) -> str:
+        """A failure says whose it is, where there are several."""
+        if len(self._labels) == 1 or not failure:
+            return failure
+        reason, _, words = failure.partition(": ")
+        return f"{reason}: {component.label}: {words}"
+
+
+def _mean(values: Sequence[float]) -> list[float]:
+    return [value / len(values) for value in values]
+
+
+def _least(values: Sequence[float]) -> list[float]:
+    """The first of the least ones counts."""
+    least = min(range(len(values)), key=values.__getitem__, default=0)
+    return [value if place == least else 0.0 for place, value in enumerate(values)]
+
+
+def _last(values: Sequence[float]) -> list[float]:
+    return [value if place == len(values) - 1 else 0.0 for place, value in enumerate(values)]
+
+
+_SHARES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "mean": _mean,
+    "sum": list,
+    "min": _least,
+    "last": _last,
+}
+"""How the scores of turns become what each adds to the reward of the episode."""

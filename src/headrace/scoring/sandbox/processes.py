@@ -1,0 +1,144 @@
+"""Processes of Linux as their files in /proc tell of them: counted, bounded, ended. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+
+PIDS_V1, PIDS_V2 = "/sys/fs/cgroup/pids", "/sys/fs/cgroup"
+RESERVED_PIDS = 300
+"""Numbers at the lower end that a namespace does not give out twice."""
+
+
+def bound_numbers(most: int) -> None:
+    """No more than ``most`` processes and threads in the PID namespace whose /proc is mounted. Before Linux 6.14 that
+    bound is the whole machine's: then nothing is done."""
+    release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
+    if release >= (6, 14):
+        with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
+            file.write(str(RESERVED_PIDS + most))
+
+
+def join_group(name: str, most: int) -> None:
+    """Put this process, and all that it will start, into a control group of at most ``most`` processes and threads,
+    where one can be made."""
+    for group in _groups(name):
+        with contextlib.suppress(OSError):
+            os.makedirs(group, exist_ok=True)
+            _write(f"{group}/pids.max", str(most))
+            _write(f"{group}/cgroup.procs", "0")
+            return
+
+
+def leave_group(name: str) -> None:
+    """Remove the control group of that name, which holds no process any more."""
+    for group in _groups(name):
+        with contextlib.suppress(OSError):
+            os.rmdir(group)
+
+
+def _groups(name: str) -> list[str]:
+    """Where a group could be: below this process's own in the first version of control groups, beside it in the second,
+    where one that has processes has no groups."""
+    below = _group_folder(PIDS_V1, ":pids:")
+    beside = os.path.dirname(_group_folder(PIDS_V2, "0::"))
+    return [f"{folder}/{name}" for folder in (below, beside) if os.path.exists(f"{folder}/cgroup.procs")]
+
+
+def _group_folder(root: str, mark: str) -> str:
+    """The group of this process, in the hierarchy whose line has ``mark``."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii") as file:
+            path = next((line.partition(mark)[2].strip() for line in file if mark in line), "")
+    except OSError:
+        return root
+    return root + path.rstrip("/")
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def watch_ahead() -> None:
+    """This process computes before those that it watches, which do not inherit that, as far as the system allows."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+
+
+def succeeds(attempt: Callable[[], None]) -> bool:
+    """Whether it does, tried in a process of its own."""
+    pid = os.fork()
+    if not pid:
+        try:
+            attempt()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Every process below ``pid`` that the kernel tells of at this moment."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has just ended
+        return
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                children = [int(child) for child in file.read().split()]
+        except OSError:
+            continue
+        for child in children:
+            yield child
+            yield from descendants(child)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory in use, pages that it shares included."""
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, IndexError):  # it has just ended
+        return 0
+
+
+def proportional_bytes(pid: int, most: int) -> int:
+    """Memory in use, its part of shared pages; ``most`` where that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), most)
+    except OSError:
+        return most
+
+
+def disk_bytes(directory: str) -> int:
+    """What the files in it take."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total
+
+
+def end_all(first: int) -> None:
+    """Kill the init and wait for it: with it end all processes of its namespace. Where it has none, they have come to
+    this process as orphans, and are killed until none is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(first, signal.SIGKILL)
+    while True:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return

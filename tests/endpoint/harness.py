@@ -1,0 +1,224 @@
+"""Episodes that programs reach over HTTP: a real endpoint and real conversations over a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.clock import RealClock
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
+from headrace.env.base import OpenEpisode, Outcome
+from headrace.models.tiny import char_tokenizer
+from headrace.rollout import EnginePolicy, EpisodeRunner
+from headrace.rollout.chat import Chat
+from headrace.rollout.conversations import Conversations
+from headrace.rollout.conversations import Limits as Budgets
+from headrace.rollout.endpoint import Access, Endpoint, Limits
+from headrace.types.chat import Message, Tool
+from headrace.types.episode import Episode, EpisodeKey, StopReason, Turn
+from headrace.types.sampling import Sampling
+from headrace.types.scored import paths
+from headrace.types.task import Task
+from headrace.types.tokens import IntColumn, Tokens
+
+TEMPLATE = (
+    "{% if tools %}[tools]{{ tools | tojson }}<tool_call>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}{{ ' ' + m.name if m.name else '' }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOKENIZER = char_tokenizer(string.printable + "é☃", TEMPLATE)
+EOS = TOKENIZER.eos_token_id
+SAMPLING = Sampling(max_new_tokens=400, stop_ids=(EOS,))
+ADD = Tool(
+    name="add",
+    description="Adds two numbers.",
+    parameters={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+)
+TASK = Task(row_index=0, row={}, prompt="", prompt_ids_T=np.zeros(0, np.int32))
+HANG = "HANG"
+"""An answer that has begun with this goes no further."""
+
+
+def calling(text: str) -> str:
+    """A policy that adds with the tool: it calls it for every question, and says what the tool said."""
+    said = text.rpartition("[assistant]")[0].rpartition("[")[2]
+    if said.startswith("tool add]"):
+        return f"It is {said.removeprefix('tool add]').removesuffix('<eos>')}."
+    a, _, b = said.removeprefix("user]").removesuffix("<eos>").partition("+")
+    return f'Let me see.<tool_call>{{"name": "add", "arguments": {{"a":{a}, "b": {b}}}}}</tool_call>'
+
+
+class ScriptedEngine:
+    """An engine whose policy answers a text by a text; it remembers every token that it gave out."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.answer = answer
+        self.sampled: list[int] = []
+        self.num_running = 0
+        self.num_asked = 0
+        self.patient = True
+        """Whether what hangs goes on hanging."""
+        self.hung = asyncio.Event()
+        self._changed = asyncio.Condition()
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        self.num_asked += 1
+        text = self.answer(TOKENIZER.decode(prompt_ids_T.tolist()))
+        ids = [*TOKENIZER.encode(text), EOS]
+        stops = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
+        length = min([len(ids), sampling.max_new_tokens, *stops])
+        reason = StopReason.STOP if stops or length == len(ids) else StopReason.LENGTH
+        await self._count(1)
+        try:
+            held = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
+            for start in range(held, length, 8):
+                part = ids[start : min(start + 8, length)]
+                await asyncio.sleep(0)
+                self.sampled += part
+                yield TokenChunk(tokens=drawn(part, start), stop_reason=reason if start + 8 >= length else None)
+                if text.startswith(HANG) and self.patient:
+                    self.hung.set()
+                    await asyncio.Event().wait()
+        finally:
+            await self._count(-1)
+
+    async def reach(self, num_running: int) -> None:
+        """Until so many answers are under way."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.num_running == num_running)
+
+    async def _count(self, by: int) -> None:
+        async with self._changed:
+            self.num_running += by
+            self._changed.notify_all()
+
+
+def drawn(ids: list[int], start: int) -> Tokens:
+    places = np.arange(start, start + len(ids))
+    return Tokens(ids_T=np.array(ids), logprobs_T=-0.01 * (1 + places), versions_T=np.zeros(len(ids), np.int32))
+
+
+def open_episode(engine: ScriptedEngine) -> Conversations:
+    """An episode that is under way, and that nobody runs."""
+    policy = EnginePolicy(
+        engine=engine,  # type: ignore[arg-type]
+        sampling=SAMPLING,
+        run_seed=0,
+        key=EpisodeKey(0, 0),
+        on_tokens=lambda _: None,
+    )
+    return Conversations(policy, Budgets(), chat=Chat.of(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
+
+
+Program = Callable[[Access], Awaitable[None]]
+
+
+@dataclass(slots=True, kw_only=True)
+class World:
+    """An endpoint and the policy behind it."""
+
+    endpoint: Endpoint
+    engine: ScriptedEngine
+    budgets: Budgets
+    warnings: list[str] = field(default_factory=list)
+    num_episodes: int = 0
+
+    async def play(self, program: Program) -> Episode:
+        """One episode, in which ``program`` does what it likes."""
+        endpoint = self.endpoint
+
+        class Played:
+            asks_prompt = False
+
+            async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+                async with endpoint.session(episode) as access:
+                    await program(access)
+                return Outcome(reward=1.0)
+
+        return await self._run(Played())
+
+    async def direct(self, program: Callable[[OpenEpisode], Awaitable[None]]) -> Episode:
+        """One episode, without any protocol."""
+
+        class Played:
+            asks_prompt = False
+
+            async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+                await program(episode)
+                return Outcome(reward=1.0)
+
+        return await self._run(Played())
+
+    async def _run(self, env: Any) -> Episode:
+        self.num_episodes += 1
+        runner = EpisodeRunner(
+            engine=self.engine,  # type: ignore[arg-type]
+            env=env,
+            sampling=SAMPLING,
+            run_seed=0,
+            on_tokens=lambda _: None,
+            limits=self.budgets,
+            chat=Chat.of(TOKENIZER, (EOS,)),
+        )
+        return await runner.run(EpisodeKey(0, self.num_episodes), TASK)
+
+
+@asynccontextmanager
+async def world(
+    answer: Callable[[str], str] = calling, *, limits: Limits | None = None, budgets: Budgets | None = None
+) -> AsyncIterator[World]:
+    """In which every wait has an end."""
+    warnings: list[str] = []
+    async with (
+        asyncio.timeout(60),
+        Endpoint.listening(SAMPLING, clock=RealClock(), warn=warnings.append, limits=limits) as endpoint,
+    ):
+        yield World(endpoint=endpoint, engine=ScriptedEngine(answer), warnings=warnings, budgets=budgets or Budgets())
+
+
+def samples(episode: Episode) -> list[tuple[Any, ...]]:
+    """What is trained of an episode, with everything that is recorded of it."""
+    return [
+        (
+            sample.tokens.ids_T.tolist(),
+            sample.mask_T.tolist(),
+            sample.tokens.logprobs_T.tolist(),
+            sample.tokens.versions_T.tolist(),
+        )
+        for sample in paths(episode, 1.0)
+    ]
+
+
+def sampled(episode: Episode) -> list[int]:
+    """Every sampled token, turn after turn."""
+    return sampled_in(episode.turns)
+
+
+def sampled_in(turns: Sequence[Turn]) -> list[int]:
+    return [int(token) for turn in turns for token in turn.tokens.ids_T[turn.tokens.sampled_T]]
+
+
+async def add_directly(episode: OpenEpisode, questions: tuple[str, ...] = ("2+3", "40+2")) -> None:
+    """What the agents of the tests do, in our own words."""
+    messages = [Message(role="system", content="Be brief.")]
+    for question in questions:
+        messages.append(Message(role="user", content=question))
+        while True:
+            reply = await episode.reply(messages, (ADD,))
+            messages.append(reply.message)
+            for call in reply.message.tool_calls:
+                given = json.loads(call.arguments)
+                answer = str(given["a"] + given["b"])
+                messages.append(Message(role="tool", content=answer, tool_call_id=call.id, name=call.name))
+            if not reply.message.tool_calls:
+                break

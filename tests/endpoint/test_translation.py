@@ -1,0 +1,209 @@
+"""What a protocol says of an answer, said again in a later request, is the same answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engine.server.refusal import Refusal
+from headrace.rollout.endpoint.base import Dialect, Exchange, Setting
+from headrace.rollout.endpoint.chat import CHAT
+from headrace.rollout.endpoint.messages import MESSAGES
+from headrace.rollout.endpoint.responses import RESPONSES
+from headrace.rollout.history import in_one_spelling
+from headrace.types.chat import Message, Reply, ToolCall
+from headrace.types.episode import StopReason
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+SPELLED = st.dictionaries(TEXTS, st.none() | st.integers() | TEXTS | st.lists(TEXTS, max_size=2), max_size=3).map(
+    json.dumps
+)
+CALLS = st.lists(st.tuples(TEXTS.filter(bool), SPELLED | st.sampled_from(["{", "[1]", "", "{'a': 1}"])), max_size=3)
+ANSWERS = st.builds(
+    lambda content, reasoning, calls: Message(
+        role="assistant",
+        content=content,
+        reasoning=reasoning,
+        tool_calls=tuple(
+            ToolCall(id=f"call_1_{number}", name=name, arguments=arguments)
+            for number, (name, arguments) in enumerate(calls)
+        ),
+    ),
+    TEXTS,
+    TEXTS,
+    CALLS,
+)
+USER: Any = {"role": "user", "content": "hi"}
+SYSTEM: Any = {"role": "developer", "content": "hi"}
+TOOL: Any = {"name": "f", "input_schema": {}}
+
+
+def setting() -> Setting:
+    return Setting(name="x", created_s=0, spell=str)
+
+
+def reply(message: Message) -> Reply:
+    return Reply(message=message, turn=1, stop_reason=StopReason.STOP, num_prompt_tokens=3, num_tokens=2)
+
+
+def said_in(dialect: Dialect, body: Any, message: Message) -> tuple[Exchange, Any]:
+    """The body that tells ``message`` in answer to ``body``, as a client reads it."""
+    exchange = dialect.understand(body, setting())
+    return exchange, json.loads(json.dumps(exchange.whole([reply(message)])))
+
+
+def read_again(dialect: Dialect, body: Any) -> Message:
+    """The first message of the policy in ``body``."""
+    messages = dialect.understand(body, setting()).asked.messages
+    (found,) = [message for message in messages if message.role == "assistant"]
+    return in_one_spelling(found)
+
+
+@given(ANSWERS)
+def test_an_answer_in_chat_completions_comes_back_as_it_was(message: Message) -> None:
+    _, told = said_in(CHAT, {"messages": [USER]}, message)
+    again = {"messages": [USER, told["choices"][0]["message"], USER]}
+    assert read_again(CHAT, again) == in_one_spelling(message)
+
+
+@given(ANSWERS)
+def test_an_answer_in_responses_comes_back_as_it_was(message: Message) -> None:
+    _, told = said_in(RESPONSES, {"input": "hi"}, message)
+    assert read_again(RESPONSES, {"input": [USER, *told["output"], USER]}) == in_one_spelling(message)
+
+
+@given(ANSWERS)
+def test_an_answer_in_messages_comes_back_as_it_was(message: Message) -> None:
+    body = {"messages": [USER], "max_tokens": 9, "thinking": {"type": "adaptive"}}
+    _, told = said_in(MESSAGES, body, message)
+    again = {"messages": [USER, {"role": "assistant", "content": told["content"]}, USER], "max_tokens": 9}
+    assert read_again(MESSAGES, again) == in_one_spelling(message)
+
+
+@given(ANSWERS)
+def test_a_stream_of_messages_adds_up_to_the_whole(message: Message) -> None:
+    body = {"messages": [USER], "max_tokens": 9, "thinking": {"type": "adaptive"}}
+    exchange, whole = said_in(MESSAGES, body, message)
+    blocks: list[Any] = []
+    for _, data in exchange.events([reply(message)]):
+        assert isinstance(data, dict)
+        if data["type"] == "content_block_start":
+            blocks.append({**data["content_block"], "spelled": ""})
+        for name, field in (
+            ("text", "text"),
+            ("thinking", "thinking"),
+            ("signature", "signature"),
+            ("partial_json", "spelled"),
+        ):
+            if name in data.get("delta", {}):
+                blocks[-1][field] += data["delta"][name]
+    for block in blocks:
+        spelled = block.pop("spelled")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(spelled)
+    assert blocks == whole["content"]
+
+
+@given(ANSWERS)
+def test_a_stream_of_a_response_ends_with_the_whole(message: Message) -> None:
+    exchange, whole = said_in(RESPONSES, {"input": "hi", "stream": True}, message)
+    events = [data for _, data in exchange.events([reply(message)]) if isinstance(data, dict)]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["response"] == whole
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]
+
+
+def test_answers_that_follow_each_other_in_responses_stay_apart() -> None:
+    def said(text: str) -> Any:
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    output = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]}
+    items = [
+        USER,
+        thought,
+        said("a"),
+        call,
+        output,
+        said("b"),
+        said("c"),
+        thought,
+        said("d"),
+        {**USER, "role": "developer"},
+    ]
+    messages = RESPONSES.understand({"input": items}, setting()).asked.messages
+    told = [(message.role, message.content, message.reasoning, len(message.tool_calls)) for message in messages]
+    assert told == [
+        ("user", "hi", "", 0), ("assistant", "a", "hm", 1), ("tool", "1", "", 0), ("assistant", "b", "", 0),
+        ("assistant", "c", "", 0), ("assistant", "d", "hm", 0), ("system", "hi", "", 0),
+    ]  # fmt: skip
+    assert messages[2].name == "f"
+
+
+def test_instructions_are_those_of_the_request_alone() -> None:
+    here = setting()
+    first = RESPONSES.understand({"input": "one", "instructions": "Be brief."}, here)
+    first.whole([reply(Message(role="assistant", content="1"))])
+    again = Setting(name="y", created_s=0, spell=str, histories=here.histories)
+    later = RESPONSES.understand({"input": "two", "previous_response_id": "resp_x"}, again)
+    assert [message.content for message in later.asked.messages] == ["one", "1", "two"]
+
+
+def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    parts = [
+        {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "1"}], "is_error": True},
+        {"type": "text", "text": "and ", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "now?"},
+    ]
+    body = {
+        "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}],
+        "messages": [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": parts}],
+        "max_tokens": 9,
+    }
+    messages = MESSAGES.understand(body, setting()).asked.messages
+    assert messages == (
+        Message(role="system", content="Be brief."),
+        Message(role="user", content="hi"),
+        Message(role="assistant", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),)),
+        Message(role="tool", content="1", tool_call_id="c", name="f", failed=True),
+        Message(role="user", content="and now?"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
+        (RESPONSES, {"input": "hi", "tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}),
+        (
+            MESSAGES,
+            {
+                "messages": [USER],
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": {}}],
+                "tool_choice": {"type": "none"},
+            },
+        ),
+    ],
+)
+def test_a_request_that_wants_no_call_offers_no_tool(dialect: Dialect, body: Any) -> None:
+    assert dialect.understand(body, setting()).asked.tools == ()
+    body = {name: value for name, value in body.items() if name != "tool_choice"}
+    assert [tool.name for tool in dialect.understand(body, setting()).asked.tools] == ["f"]
+
+
+def test_an_error_has_the_shape_of_its_protocol() -> None:
+    refusal = Refusal("n=3 is odd", remedy="make it even", status=429, param="n", code="odd")
+    assert CHAT.refusal(refusal)["error"]["param"] == "n"
+    assert MESSAGES.refusal(refusal) == {
+        "type": "error", "error": {"type": "rate_limit_error", "message": "n=3 is odd; make it even"},
+    }  # fmt: skip
+    name, data = RESPONSES.broken(refusal)
+    assert isinstance(data, dict)
+    assert (name, data["type"], data["code"], data["error"]["code"]) == ("error", "error", "odd", "odd")

@@ -1,0 +1,107 @@
+"""Environment workers in real processes, and a model that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import EpisodeError
+from headrace.launch.child import Child, Site
+from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.starts import EnvironmentStart, Keep
+from headrace.rollout import UNLIMITED, Conversations, Limits
+from headrace.types.task import Task
+from tests.rollout.models import conversations
+
+
+@dataclass(slots=True, kw_only=True)
+class Crew:
+    """A pool, what it has started, and what it had to say."""
+
+    pool: EnvPool
+    limits: Limits = UNLIMITED
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether an episode has asked anything."""
+    children: list[Child] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    talks: list[Conversations] = field(default_factory=list)
+    """Of the episodes, in the order they were asked for."""
+
+    async def run(self, *deeds: str, timeout_s: float | None = None) -> list[Any]:
+        """One episode of each row ``{"deed": ...}``, all at once: its reward, or the reason for which it failed."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._one(deed, timeout_s)) for deed in deeds]
+        return [task.result() for task in tasks]
+
+    async def _one(self, deed: str, timeout_s: float | None) -> Any:
+        talk = conversations(self._says_ok, self.limits)
+        self.talks.append(talk)
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await self.pool.run(task(deed), talk)
+        except EpisodeError as error:
+            return f"{error.reason}: {error.problem}"
+        except TimeoutError:
+            return "env_timeout"
+        return outcome.reward
+
+    def _says_ok(self, _: str) -> str:
+        self.asked.set()
+        return "ok"
+
+
+def task(deed: str) -> Task:
+    """A row without a prompt."""
+    return Task(row_index=0, row={"deed": deed}, prompt="", prompt_ids_T=np.zeros(0, np.int32))
+
+
+@asynccontextmanager
+async def crew(
+    directory: Path, code: str, entry: str, *, keep: Keep | None = None, **terms: Any
+) -> AsyncIterator[Crew]:
+    """Workers of ``entry`` in a file with this ``code``; they do not outlive the body."""
+    (directory / "my_env.py").write_text(textwrap.dedent(code))
+    settled = EnvTerms(
+        **{"num_workers": 1, "concurrency": 64, "block_s": 30.0, "start_timeout_s": 60.0, "scored": False, **terms}
+    )
+    start = EnvironmentStart(
+        kind="env" if entry[0].isupper() else "rollout",
+        entry=f"{directory / 'my_env.py'}:{entry}",
+        concurrency=settled.concurrency,
+        block_s=settled.block_s,
+        keep=keep,
+    )
+    with tempfile.TemporaryDirectory() as sockets:
+        site = Site(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
+        children: list[Child] = []
+        warnings: list[str] = []
+        numbers = itertools.count()
+
+        async def start_worker() -> Child:
+            name = f"environment-{next(numbers)}"
+            peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
+            child = await Child.start(site, name, start, 1, peer)
+            children.append(child)
+            return child
+
+        pool = EnvPool(start_worker, settled, warn=warnings.append)
+        try:
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(pool.keep())
+                await pool.started()
+                yield Crew(pool=pool, children=children, warnings=warnings)
+                keeping.cancel()
+        finally:
+            await asyncio.gather(*(child.kill() for child in children))
+            for child in children:
+                child.close()

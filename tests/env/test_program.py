@@ -1,0 +1,144 @@
+"""Programs as episodes: what they are told, what they say, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.env.program import Program
+from headrace.errors import EnvError, EpisodeError
+
+ROW = {"prompt": "2+2", "answer": 4}
+
+
+def run(source: str, row: Mapping[str, Any] = ROW, **variables: str) -> Any:
+    async def main() -> Any:
+        async with asyncio.timeout(30):
+            return await Program([sys.executable, "-c", source]).run(row, variables)
+
+    return asyncio.run(main())
+
+
+def test_a_program_gets_its_task_and_its_variables_in_a_directory_of_its_own() -> None:
+    source = """
+import json, os
+task = json.load(open(os.environ["HEADRACE_TASK"]))
+assert os.environ["OPENAI_BASE_URL"] == "http://here/v1", os.environ
+assert "HEADRACE_RUN_TOKEN" not in os.environ
+assert os.environ["NO_PROXY"].startswith("127.0.0.1,")
+open("left_behind", "w").write("x")
+print("some words")
+print(json.dumps({"reward": task["answer"] / 8, "where": os.getcwd()}))
+"""
+    os.environ["HEADRACE_RUN_TOKEN"] = "the run's own"
+    try:
+        assert run(source, OPENAI_BASE_URL="http://here/v1") == 0.5
+    finally:
+        del os.environ["HEADRACE_RUN_TOKEN"]
+
+
+def test_a_reward_is_what_the_last_line_says_and_nothing_else() -> None:
+    assert run("print('{\"reward\": 1}\\n\\n')") == 1
+    assert run("print('{\"reward\": 1}\\nthat was it')") is None
+    assert run('print("[1]")') is None
+    assert run('print("[" * 100000)') is None
+    assert run("pass") is None
+    assert run('print(\'{"reward": "much"}\')') == "much"  # refused where rewards are read
+
+
+def test_a_program_that_fails_fails_its_episode_in_words() -> None:
+    with pytest.raises(EpisodeError, match=r"ended with exit code 3: oh\\x1b no") as failed:
+        run('import sys; print(\'{"reward": 1}\'); sys.stderr.write("oh\\x1b no"); sys.exit(3)')
+    assert failed.value.reason == "program_failed"
+    with pytest.raises(EpisodeError, match="was killed by Killed"):
+        run("import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(EnvError, match="there is no program '/no/such/program'"):
+        Program(["/no/such/program"])
+
+
+def test_only_the_end_of_what_a_program_writes_is_kept() -> None:
+    source = """
+import sys
+for _ in range(64):
+    sys.stdout.write("x" * 2**18 + "\\n")
+    sys.stderr.write("y" * 2**18)
+print('{"reward": 2}')
+"""
+    assert run(source) == 2
+
+
+def test_nothing_that_a_program_has_started_outlives_it(tmp_path: Path) -> None:
+    source = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+print('{{"reward": 3}}')
+"""
+    assert run(source) == 3  # though the child holds the pipes open
+    assert is_gone(pid_in(tmp_path))
+
+
+def test_a_program_whose_episode_is_cut_off_ends_at_once(tmp_path: Path) -> None:
+    source = f'import os, time; open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid())); time.sleep(600)'
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            running = asyncio.ensure_future(Program([sys.executable, "-c", source]).run(ROW, {}))
+            await asyncio.to_thread(pid_in, tmp_path)
+            running.cancel()
+            await asyncio.wait([running])
+            assert running.cancelled()
+
+    asyncio.run(main())
+    assert is_gone(pid_in(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends orphans")
+def test_a_program_ends_with_the_worker_that_was_killed(tmp_path: Path) -> None:
+    program = f'import os, time; open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid())); time.sleep(600)'
+    worker = f"""
+import asyncio
+from headrace.env.program import Program
+asyncio.run(Program([{sys.executable!r}, "-c", {program!r}]).run({{}}, {{}}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", worker])
+    pid_in(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert is_gone(pid_in(tmp_path))
+
+
+def test_many_programs_run_side_by_side() -> None:
+    async def main() -> list[Any]:
+        async with asyncio.timeout(60):
+            program = Program(["/bin/sh", "-c", 'cat "$HEADRACE_TASK"'])
+            return await asyncio.gather(*(program.run({"reward": number}, {}) for number in range(50)))
+
+    assert asyncio.run(main()) == list(range(50))
+
+
+def pid_in(directory: Path) -> int:
+    """What a program writes there about itself, once it has."""
+    while True:
+        file = directory / "pid"
+        if file.exists() and (written := file.read_text()):
+            return int(written)
+
+
+def is_gone(pid: int) -> bool:
+    """Until it has ended; a test that waits for ever has failed."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True

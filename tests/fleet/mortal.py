@@ -1,0 +1,158 @@
+"""Fake engines that die, stand still or are full, and whose tokens say which place of which sequence they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+
+from headrace.clock import VirtualClock, run_virtual
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
+from headrace.engine.fleet import Fleet
+from headrace.errors import ComponentDied, EngineFull, NeedsFull
+from headrace.testing import FakeEngine
+from headrace.types.episode import StopReason
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import IntColumn, Tokens
+from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
+
+PROMPT = np.array([1, 2, 3], np.int32)
+FLUSH = 8
+"""Tokens of a chunk."""
+TOKEN_S = 0.01
+
+
+def expected(seed: int, count: int) -> list[int]:
+    """The answer of that seed."""
+    return [(seed * 7919 + place) % 50_021 for place in range(count)]
+
+
+def update(version: int, *, base: int | None = None) -> WeightUpdate:
+    manifest = Manifest(entries=(), total_bytes=0)
+    return WeightUpdate(version=version, slot=version % 2, path="", manifest=manifest, checksums=(version,), base=base)
+
+
+class Mortal(FakeEngine):
+    """Dies on demand: whoever waits for it hears of it, as of a process."""
+
+    def __init__(
+        self,
+        name: str = "engine",
+        *,
+        pace: float = 1.0,
+        room: int = 10**9,
+        commit_s: float = 0.0,
+        length: Callable[[int], int] = lambda _: 10**9,
+    ) -> None:
+        super().__init__(token_s=TOKEN_S, length=length)
+        self.name = name
+        self.pace = pace
+        self.room = room
+        self.commit_s = commit_s
+        self.dead = asyncio.Event()
+        self.made = 0
+        """Tokens, those that nobody got included."""
+        self.asked: list[RequestOptions] = []
+        self.running = 0
+        self.committing = False
+        self.staged: list[int] = []
+
+    def die(self) -> None:
+        self.dead.set()
+
+    def _death(self) -> ComponentDied:
+        return ComponentDied(f"{self.name} was killed by SIGKILL", remedy="look at its log")
+
+    async def _pass(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.dead.wait()
+        except TimeoutError:
+            return
+        raise self._death()
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        if self.dead.is_set():
+            raise self._death()
+        self.asked.append(options)
+        if self.running >= self.room:
+            raise EngineFull(f"{self.name} is full", remedy="later")
+        request_id, self.running = len(self.asked) - 1, self.running + 1
+        answer = expected(sampling.seed, min(self._length(sampling.seed), sampling.max_new_tokens))
+        done = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
+        assert options.answer_ids_T is None or options.answer_ids_T.tolist() == answer[:done]
+        try:
+            while done < len(answer):
+                size = min(FLUSH, len(answer) - done)
+                version = self.stats().version
+                assert version >= 0, "it has no weights"
+                await self._pass(size * TOKEN_S * self.pace)
+                done += size
+                self.made += size
+                self._count(generated_tokens=size, steps=size)
+                tokens = Tokens(
+                    ids_T=np.array(answer[done - size : done], np.int32),
+                    logprobs_T=np.full(size, -1.0, np.float32),
+                    versions_T=np.full(size, version, np.int32),
+                )
+                stop = StopReason.LENGTH if done == len(answer) else None
+                yield TokenChunk(tokens=tokens, stop_reason=stop, request_id=request_id)
+        finally:
+            self.running -= 1
+
+    async def stage(self, update: WeightUpdate) -> float:
+        await self._pass(TOKEN_S)
+        if update.base is not None and update.base != self.stats().version:
+            raise NeedsFull(f"version {update.version} is a difference from {update.base}", remedy="send it whole")
+        seconds = await super().stage(update)
+        self.staged.append(update.version)
+        return seconds
+
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        self.committing = True
+        await self._pass(self.commit_s)
+        self.committing = False
+        return await super().commit(version, mode)
+
+
+def fleet_of(*names: str, **settings: Any) -> tuple[Fleet, dict[str, Mortal]]:
+    fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: Mortal(name) for name in names}
+    for name, engine in engines.items():
+        fleet.join(name, engine)
+    return fleet, engines
+
+
+async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+    await fleet.stage(update(version))
+    await fleet.commit(version, mode)
+
+
+async def sample(fleet: Fleet, seed: int, count: int = 40, options: RequestOptions = PLAIN) -> list[TokenChunk]:
+    """All chunks of one answer, which must be that of its seed."""
+    sampling = Sampling(max_new_tokens=count, seed=seed)
+    prompt = np.zeros(0, np.int32) if options.fork is not None else PROMPT
+    chunks = [chunk async for chunk in fleet.generate(prompt, sampling, options)]
+    before = 0 if options.answer_ids_T is None else len(options.answer_ids_T)
+    tokens = Tokens.concat([chunk.tokens for chunk in chunks])
+    assert tokens.ids_T.tolist() == expected(seed, count)[before:], "each token once, in its place"
+    assert [chunk.stop_reason is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert len({chunk.request_id for chunk in chunks}) == 1
+    return chunks
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    def run(**given: Any) -> None:
+        run_virtual(test(**given))
+
+    run.__doc__ = test.__doc__
+    run.__name__ = test.__name__
+    return run
+
+
+def kill(fleet: Fleet, engine: Mortal) -> int:
+    engine.die()
+    return fleet.leave(engine.name)
