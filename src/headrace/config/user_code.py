@@ -61,15 +61,20 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
     file, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(
-            f"{setting}={reference!r} names nothing in a file", remedy=f"write {setting} = 'my_file.py:my_name'"
+            f"{setting}={reference!r} does not name a function or class of a file",
+            remedy=f"write {setting} = 'my_file.py:my_name'",
         )
     path = Path(file)
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except FileNotFoundError:
-        raise ConfigError(f"{setting}={reference!r}: {file} does not exist", remedy="give the file's path") from None
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} does not exist", remedy="give the path of the file"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="mend it") from None
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="make it readable"
+        ) from None
     except SyntaxError as error:
         raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
     except ValueError as error:

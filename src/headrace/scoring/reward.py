@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
 import inspect
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from headrace.config.user_code import load_file, where
+from headrace.config.user_code import find_in_file, load_file, where
 from headrace.errors import ConfigError, EnvError
 from headrace.scoring.base import Scores
 from headrace.types.messages.scorer import Score
@@ -32,41 +31,10 @@ def reward_reference(function: Callable[..., Any]) -> str:
 
 def split_reference(reference: str) -> tuple[Path, str]:
     """``file.py:name`` apart; the file is checked, the code is not run."""
-    file, colon, name = reference.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise EnvError(
-            f"env.reward={reference!r} does not name a function", remedy="write env.reward = 'my_rewards.py:my_reward'"
-        )
-    path = Path(file)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except FileNotFoundError:
-        raise EnvError(f"env.reward={reference!r}: {file} does not exist", remedy="give the path of the file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise EnvError(f"env.reward={reference!r}: {file} cannot be read: {error}", remedy="make it readable") from None
-    except SyntaxError as error:
-        raise EnvError(f"env.reward: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
-    except ValueError as error:
-        raise EnvError(f"env.reward: {file} is not Python: {error}", remedy="name a .py file") from None
-    if name not in _top_level_names(tree):
-        raise EnvError(
-            f"env.reward={reference!r}: {file} defines no {name!r}",
-            remedy=f"name one of: {', '.join(sorted(_top_level_names(tree))) or 'nothing is defined there'}",
-        )
-    return path, name
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in tree.body:
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Assign():
-                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            case ast.ImportFrom() | ast.Import():
-                names |= {alias.asname or alias.name for alias in node.names}
-    return names
+        return find_in_file(reference, "env.reward")
+    except ConfigError as error:
+        raise EnvError(error.problem, remedy=error.remedy) from None
 
 
 class RewardFunction:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -158,7 +159,7 @@ class RedisLedger:
         """Take in the stream up to its end."""
         while True:
             begin = f"({self._number}-0" if self._number else "-"
-            entries = self._ask(lambda begin=begin: self._server.xrange(self._stream, min=begin, count=PAGE))  # type: ignore[misc]
+            entries = self._ask(partial(self._server.xrange, self._stream, min=begin, count=PAGE))
             for entry, fields in entries:
                 self._take(int(entry.split(b"-")[0]), fields)
             if len(entries) < PAGE:
@@ -193,7 +194,7 @@ class RedisLedger:
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
         if len(new) == 3:
             for key, value in new.items():
-                self._ask(lambda key=key, value=value: self._server.hsetnx(self._meta, key, value))  # type: ignore[misc]
+                self._ask(partial(self._server.hsetnx, self._meta, key, value))
         found = {key.decode(): int(value) for key, value in self._ask(lambda: self._server.hgetall(self._meta)).items()}
         if not found:
             raise LedgerError(f"no ledger {self._where}", remedy="give the directory of a run that kept it there")

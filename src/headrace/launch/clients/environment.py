@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.env import OpenEpisode, Outcome
-from headrace.errors import DeadlineError, EnvError, EpisodeError
+from headrace.errors import EnvError, EpisodeError
 from headrace.launch.clients.peer import Peer
 from headrace.launch.clients.scorer import Worker
 from headrace.launch.clients.shift import EnvPeer, Lost, Place, Shift, Visit
@@ -271,14 +271,7 @@ class EnvPool:
     async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and episodes can run in its place, or it has died."""
         peer = shift.worker.peer
-        first: set[asyncio.Future[Any]] = {dying, peer.ready}
-        done, _ = await asyncio.wait(first, timeout=self._terms.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise DeadlineError(
-                f"{peer.name} did not start within {self._terms.start_timeout_s:g} s",
-                remedy=f"look at logs/{peer.name}.log in the run directory; is the file of env.entry slow to import?",
-            )
-        if peer.ready.done():
+        if await peer.arrives(dying, self._terms.start_timeout_s, "is the file of env.entry slow to import?"):
             place.shift = shift
             shift.settled.set()
             async with self._came:

@@ -67,6 +67,18 @@ class Peer:
                 remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
             ) from None
 
+    async def arrives(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
+        """Wait until it is ready, or ``dying`` says that it never will be; whether it is. Raises
+        :class:`~headrace.errors.DeadlineError`, with a ``hint`` at what may keep it, after ``deadline_s``."""
+        first: set[asyncio.Future[Any]] = {dying, self.ready}
+        done, _ = await asyncio.wait(first, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(
+                f"{self.name} did not start within {deadline_s:g} s",
+                remedy=f"look at logs/{self.name}.log in the run directory; {hint}",
+            )
+        return self.ready.done()
+
     async def listen(self) -> None:
         """Route everything it says; ends only by cancellation."""
         while True:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
-from headrace.errors import DeadlineError, EnvError
+from headrace.errors import EnvError
 from headrace.launch.clients.peer import Peer
 from headrace.scoring import Scores
 from headrace.types.messages.controller import Scored, Started
@@ -250,14 +250,7 @@ class ScorerPool:
     async def _arrival(self, place: _Place, shift: _Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and calls can be made in its place, or it has died."""
         peer = shift.worker.peer
-        first: set[asyncio.Future[Any]] = {dying, peer.ready}
-        done, _ = await asyncio.wait(first, timeout=self._terms.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise DeadlineError(
-                f"{peer.name} did not start within {self._terms.start_timeout_s:g} s",
-                remedy=f"look at logs/{peer.name}.log in the run directory; is the reward's file slow to import?",
-            )
-        if peer.ready.done():
+        if await peer.arrives(dying, self._terms.start_timeout_s, "is the reward's file slow to import?"):
             self.by_group = bool(peer.ready.result().facts["by_group"])
             place.shift = shift
             async with self._came:

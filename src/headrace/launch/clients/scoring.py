@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from headrace.clock import RealClock
 from headrace.launch.clients.scorer import ScorerPool, Terms, Worker
@@ -32,7 +33,7 @@ class ScoringStage:
                 timeout_s=reward.timeout_s,
                 start_timeout_s=start_timeout_s,
             )
-            self._pools.append(ScorerPool(lambda reward=reward: start_worker(reward), terms, warn=warn))  # type: ignore[misc]
+            self._pools.append(ScorerPool(partial(start_worker, reward), terms, warn=warn))
         components = [
             Component(section=reward, graders=pool) for reward, pool in zip(rewards, self._pools, strict=True)
         ]

@@ -1,0 +1,35 @@
+"""What processes are told by their environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from headrace.environ import become_engine, engine_environment
+from headrace.launch.starts import EngineStart, ScorerStart, extra_environment
+
+ENGINE = EngineStart(model={}, engine={}, max_context=8, num_threads=1)
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
+
+
+def test_only_engines_are_told_how_long_the_threads_of_torch_may_spin() -> None:
+    assert extra_environment(ENGINE) == engine_environment() == {"GOMP_SPINCOUNT": "2000"}
+    assert extra_environment(ScorerStart(reward={})) == {}
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "active" if name == "OMP_WAIT_POLICY" else "7")
+    assert engine_environment() == {}
+
+
+def test_a_process_that_becomes_an_engine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    become_engine()
+    assert os.environ["GOMP_SPINCOUNT"] == "2000"
