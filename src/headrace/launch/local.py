@@ -111,6 +111,7 @@ async def _watched(
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
         await _all_ready(started, pool, envs, processes.order.launch.start_timeout_s)
+        await engines.fleet.complete()  # what is ready joins at once; weights go to those that have joined
         yield
         for task in tasks:
             task.cancel()

@@ -118,6 +118,11 @@ class Fleet:
         while (member := self._members.get(name)) is None or member.version == NOT_SAMPLED:
             await self._changed.wait()
 
+    async def complete(self) -> None:
+        """Until as many engines are there as should be."""
+        while len(self._members) < self._size:
+            await self._changed.wait()
+
     async def manned(self) -> None:
         """Until an engine is there, with weights or without."""
         while not self._members:
