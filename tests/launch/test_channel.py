@@ -68,7 +68,7 @@ def test_orders_and_reports_arrive_in_order_and_whole() -> None:
     async def main() -> None:
         async with line() as at:
             at.theirs.send(Ready(token=TOKEN, pid=1, facts={}))  # sockets connect before they are spoken to
-            assert (await at.ours.receive()).pid == 1
+            assert [ready.pid for ready in await at.ours.receive()] == [1]
             orders = [Commit(call=call, version=call) for call in range(100)] + [Shutdown()]
             for order in orders:
                 at.peer.send(order)

@@ -17,6 +17,8 @@ import zmq.asyncio
 from headrace.errors import RunError
 from headrace.types.messages.codec import Codec
 
+MAX_AT_ONCE = 256
+"""Messages that are taken before others have their turn."""
 MAX_QUEUED = 100_000
 """Messages that may wait in one direction; more means that the reader has stopped reading."""
 
@@ -71,6 +73,7 @@ class ControllerChannel:
         self._context = zmq.asyncio.Context()
         self._orders = _socket(zmq.Context(self._context), zmq.PUSH)
         self._reports = _socket(self._context, zmq.PULL)
+        self._reports_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._reports)
         try:
             self._orders.connect(address(directory, part, "orders"))
             self._reports.bind(address(directory, part, "reports"))
@@ -91,21 +94,30 @@ class ControllerChannel:
                 remedy="look at its log in the run directory",
             ) from None
 
-    async def receive(self) -> Any:
-        """The next message; :class:`~headrace.errors.RunError` for bytes that are none."""
-        data = await self._reports.recv()
-        try:
-            return self._codec.decode(data)
-        except msgspec.DecodeError as error:
-            raise RunError(
-                f"{self._part} sent something that is no message: {error}", remedy="look at its log"
-            ) from error
+    async def receive(self) -> list[Any]:
+        """Every message that is there; waits for the first. Raises :class:`~headrace.errors.RunError` for bytes that
+        are none."""
+        messages = [self._decoded(await self._reports.recv())]
+        while len(messages) < MAX_AT_ONCE:
+            try:
+                messages.append(self._decoded(self._reports_now.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                break
+        return messages
 
     def close(self) -> None:
         """Close at once."""
         self._orders.close(0)
         self._reports.close(0)
         self._context.term()
+
+    def _decoded(self, data: bytes) -> Any:
+        try:
+            return self._codec.decode(data)
+        except msgspec.DecodeError as error:
+            raise RunError(
+                f"{self._part} sent something that is no message: {error}", remedy="look at its log"
+            ) from error
 
 
 def _socket(context: Any, kind: int) -> Any:

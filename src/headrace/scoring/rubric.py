@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.clock import Clock
 from headrace.scoring.base import Graded, RewardSection, Scorer, Scores
 from headrace.types.task import Task
 from headrace.types.trace import Span
 
+K = TypeVar("K")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a failed call is made again; twice as long every time."""
 
@@ -70,11 +71,10 @@ class Rubric:
         return self._labels
 
     async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
-        async with asyncio.TaskGroup() as group:
-            asked = {c.label: group.create_task(self._grade(c, task, completions)) for c in self._whole}
+        asked = await _all({c.label: self._grade(c, task, completions) for c in self._whole})
         notes: dict[str, None] = {}
         graded = tuple(
-            self._sum(self._whole, {label: task.result().of(place) for label, task in asked.items()}, notes)
+            self._sum(self._whole, {label: scores.of(place) for label, scores in asked.items()}, notes)
             for place in range(len(completions))
         )
         if len(self._labels) == 1:  # it is the reward
@@ -82,10 +82,9 @@ class Rubric:
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded, notes=tuple(notes))
 
     async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
-        async with asyncio.TaskGroup() as group:
-            calls = {c.label: partial(c.graders.score_turn, task, text, history, turn) for c in self._by_turn}
-            asked = {c.label: group.create_task(self._again(c, calls[c.label])) for c in self._by_turn}
-        return self._sum(self._by_turn, {label: task.result().of(0) for label, task in asked.items()}, {})
+        calls = {c.label: partial(c.graders.score_turn, task, text, history, turn) for c in self._by_turn}
+        asked = await _all({c.label: self._again(c, calls[c.label]) for c in self._by_turn})
+        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in asked.items()}, {})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
         """What each of an episode's turns adds to its reward, from their scores; none of them has failed."""
@@ -106,10 +105,9 @@ class Rubric:
         graders = component.graders
         if graders.by_group or len(completions) == 1:
             return await self._again(component, partial(graders.score, task, completions))
-        async with asyncio.TaskGroup() as group:
-            calls = [partial(graders.score, task, (completion,)) for completion in completions]
-            asked = [group.create_task(self._again(component, call)) for call in calls]
-        graded = tuple(one.result().of(0) for one in asked)
+        calls = [partial(graders.score, task, (completion,)) for completion in completions]
+        asked = await _all({place: self._again(component, call) for place, call in enumerate(calls)})
+        graded = tuple(scores.of(0) for scores in asked.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def _again(self, component: Component, call: Callable[[], Awaitable[Scores]]) -> Scores:
@@ -151,6 +149,15 @@ class Rubric:
             return failure
         reason, _, words = failure.partition(": ")
         return f"{reason}: {component.label}: {words}"
+
+
+async def _all(asked: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
+    """The answers, which are waited for at the same time."""
+    if len(asked) == 1:  # most runs have one reward: no task is made for each of its answers
+        return {key: await answer for key, answer in asked.items()}
+    async with asyncio.TaskGroup() as group:
+        tasks = {key: group.create_task(answer) for key, answer in asked.items()}
+    return {key: task.result() for key, task in tasks.items()}
 
 
 def _mean(values: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from headrace.types.recorded import Routing
-from headrace.types.tokens import Tokens
+from headrace.types.tokens import Tokens, versions_of
 
 
 class EpisodeKey(NamedTuple):
@@ -162,5 +162,4 @@ class Episode:
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and newest version that sampled a token of it; ``None`` if nothing was sampled."""
-        spans = [span for turn in self.turns if (span := turn.tokens.versions()) is not None]
-        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
+        return versions_of([turn.tokens for turn in self.turns])

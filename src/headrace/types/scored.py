@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.types.batch import TrainSample
 from headrace.types.episode import Episode, EpisodeStatus
-from headrace.types.tokens import FloatColumn
+from headrace.types.tokens import FloatColumn, versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,7 @@ class ScoredGroup:
 
     def versions(self) -> tuple[int, int] | None:
         """The oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
-        sampled = [versions for episode in self.scored if (versions := episode.versions()) is not None]
-        return (min(old for old, _ in sampled), max(new for _, new in sampled)) if sampled else None
+        return versions_of([turn.tokens for episode in self.scored for turn in episode.turns])
 
 
 Credit = float | Sequence[float]

@@ -1,6 +1,6 @@
 """Token-aligned columns.
 
-Shape legend: T tokens of one span.
+Shape legend: T tokens of one span, N of several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.versions import NOT_SAMPLED, oldest
 
-__all__ = ["FloatColumn", "IntColumn", "Tokens"]
+__all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,8 @@ class Tokens:
         """The spans one after the other."""
         if not parts:
             return cls.observed([])
+        if len(parts) == 1:
+            return parts[0]
         return cls(
             ids_T=np.concatenate([part.ids_T for part in parts]),
             logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
@@ -83,16 +85,22 @@ class Tokens:
         sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
         return sampled_T
 
-    def versions(self) -> tuple[int, int] | None:
-        """The oldest and newest version that sampled one of them; ``None`` if nothing was sampled."""
-        sampled = oldest(self.versions_T[self.sampled_T])
-        return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
-
     def __len__(self) -> int:
         return len(self.ids_T)
 
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens.concat([self, other])
+
+
+def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
+    """The oldest and newest version that sampled one of their tokens; ``None`` if nothing was sampled.
+
+    >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
+    (3, 4)
+    """
+    versions_N = np.concatenate([span.versions_T for span in spans]) if spans else np.empty(0, np.int32)
+    sampled = oldest(versions_N[versions_N != NOT_SAMPLED])
+    return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
 
 
 def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:

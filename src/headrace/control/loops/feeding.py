@@ -128,7 +128,8 @@ class Feeder:
         """The policy keeps the bound; a group that breaks it was admitted under other settings."""
         flow = self._state.flow.state
         floor = -1 if taken.oldest_version is None else taken.oldest_version
-        for version in {max(group.oldest_version() or 0, floor) for group in taken.groups if group.versions()}:
+        oldest_versions = [old for group in taken.groups if (old := group.oldest_version()) is not None]
+        for version in {max(old, floor) for old in oldest_versions}:
             age, allowed = taken.step - version, flow.allowed_age(version)
             if age > allowed:
                 raise RunError(

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from headrace.types.episode import Episode, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
+from headrace.types.tokens import versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +156,10 @@ class RecalledGroup:
 
     def kept_version(self) -> int | None:
         """No token that it keeps is older; ``None`` where it keeps none."""
-        scored = (episode.versions() for episode in self.episodes if episode.status is EpisodeStatus.SCORED)
-        parts = (part.tokens.versions() for part in self.begun)
-        return min((found[0] for found in (*scored, *parts) if found is not None), default=None)
+        scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
+        turns = [turn.tokens for episode in scored for turn in episode.turns]
+        found = versions_of([*turns, *(part.tokens for part in self.begun)])
+        return None if found is None else found[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

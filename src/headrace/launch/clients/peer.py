@@ -82,7 +82,8 @@ class Peer:
     async def listen(self) -> None:
         """Route everything it says; ends only by cancellation."""
         while True:
-            self._route(await self._channel.receive())
+            for message in await self._channel.receive():
+                self._route(message)
 
     def close(self) -> None:
         """Close the channel; whoever still waits for an answer is cancelled."""

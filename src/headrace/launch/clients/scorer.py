@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,6 +21,8 @@ from headrace.types.task import Task
 
 SUSPECTS = 16
 """Calls whose worker has died that are made again at the same time."""
+METERED = 16
+"""How often a worker's processor time is read, at most, in the time that a call may take."""
 MAX_DEATHS = 8
 """Workers that may die one after the other while no call has begun there, and without a single score between them."""
 
@@ -47,11 +50,34 @@ class Worker(Protocol):
         ...
 
 
+class _Meter:
+    """Processor time of a worker. It is read once in ``every_s`` at most: reading costs as much as a short call."""
+
+    def __init__(self, worker: Worker, every_s: float) -> None:
+        self._worker, self._every_s = worker, every_s
+        self._read_s, self._computed_s = -math.inf, 0.0
+
+    def recent_s(self, now_s: float) -> float:
+        """What it was a moment ago."""
+        if now_s - self._read_s >= self._every_s:
+            self._read_s, self._computed_s = now_s, self.read_s()
+        return self._computed_s
+
+    def read_s(self) -> float:
+        """What it is now."""
+        try:
+            times = psutil.Process(self._worker.working_pid).cpu_times()
+        except psutil.Error:  # it has just ended
+            return 0.0
+        return float(times.user + times.system)
+
+
 @dataclass(slots=True, eq=False)
 class _Shift:
     """One worker, from its start to its end."""
 
     worker: Worker
+    meter: _Meter
     begun: int = 0
     """Calls whose turn has come and that have not returned."""
     replaced: bool = False
@@ -216,14 +242,14 @@ class ScorerPool:
 
     async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
         """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
-        before_s = _computed_s(shift.worker)
+        before_s = shift.meter.recent_s(asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._terms.timeout_s):
                 return await scored
         except TimeoutError:
             if not shift.replaced:
                 shift.replaced = True
-                computed_s = _computed_s(shift.worker) - before_s
+                computed_s = shift.meter.read_s() - before_s
                 shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
                 self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
             await shift.worker.kill()
@@ -233,7 +259,7 @@ class ScorerPool:
         while True:
             await place.wanted.wait()
             worker = await self._start_worker()
-            shift = _Shift(worker)
+            shift = _Shift(worker, _Meter(worker, self._terms.timeout_s / METERED))
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(worker.peer.listen())
                 dying = group.create_task(worker.died())
@@ -266,15 +292,6 @@ class ScorerPool:
                 remedy=f"the reward function kills its process: look at logs/{peer.name}.log in the run directory",
             )
         self._warn(f"a scoring worker died ({cause}); its calls are made again")
-
-
-def _computed_s(worker: Worker) -> float:
-    """Processor time of its process so far."""
-    try:
-        times = psutil.Process(worker.working_pid).cpu_times()
-    except psutil.Error:  # it has just ended
-        return 0.0
-    return float(times.user + times.system)
 
 
 def _being_cancelled() -> bool:
