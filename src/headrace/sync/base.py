@@ -88,6 +88,11 @@ class Inbox(Protocol):
         """Where it can be sent to; empty where nobody has to know."""
         ...
 
+    @property
+    def lasting(self) -> bool:
+        """Whether it lends the same memory again for each version in a slot."""
+        ...
+
     def lend(self, update: WeightUpdate) -> memoryview | None:
         """The payload where it lies, unchanged for as long as somebody holds it (``shm``: until the learner may fill
         the slot again); ``None``: it has to be fetched."""

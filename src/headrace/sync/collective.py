@@ -122,6 +122,8 @@ class CollectiveOutbox:
 class CollectiveInbox:
     """Known by a name that no other receiver ever had."""
 
+    lasting = False
+
     def __init__(self, directory: Path, deadline_s: float) -> None:
         self._directory, self._deadline_s = directory, deadline_s
         self.address = secrets.token_hex(8)

@@ -77,6 +77,7 @@ class FilesInbox:
     """Reads from ``folder`` and nowhere else, whatever an update names."""
 
     address = ""
+    lasting = False
 
     def __init__(self, folder: str) -> None:
         self._files, self._folder = _reach(folder)

@@ -92,6 +92,8 @@ class _Upload:
 class HttpInbox:
     """A small server at ``host``. It holds one upload, of at most ``limit_bytes``."""
 
+    lasting = False
+
     def __init__(self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK) -> None:
         if not token:
             raise ConfigError(

@@ -33,6 +33,9 @@ class _Room:
     image: memoryview | None = None
     own: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are converted or moved, by name."""
+    views: tuple[memoryview, list[list[Tensor]]] | None = None
+    """An image that will be used again, and what lies in it: to make a view takes longer than to hash a small
+    tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +176,8 @@ class Receiver:
                 )
             _refuse_other_layout(update)
             self._fitting = update.manifest
+            for room in self._rooms:
+                room.views = None
         _refuse_impossible(update)
 
     def _refuse_others(self, update: WeightUpdate) -> None:
@@ -236,10 +241,8 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, place: int) -> list[Tensor]:
-        entries = {entry.name: entry for entry in manifest.entries}  # the learner may list them in another order
         tensors = []
-        for name, target in self._targets.items():
-            parts = [view(image, entries[part]) for part in self._parts[name]]
+        for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, place), strict=True):
             first = parts[0]
             if len(parts) == 1 and first.dtype == target.dtype and first.device == target.device:
                 tensors.append(first)
@@ -250,6 +253,16 @@ class Receiver:
             self._codec.form.read(parts, out)
             tensors.append(out)
         return tensors
+
+    def _views(self, manifest: Manifest, image: memoryview, place: int) -> list[list[Tensor]]:
+        """What each target is made of, where it lies."""
+        room = self._rooms[place]
+        if room.views is not None and room.views[0] is image:
+            return room.views[1]
+        entries = {entry.name: entry for entry in manifest.entries}  # the learner may list them in another order
+        views = [[view(image, entries[part]) for part in parts] for parts in self._parts.values()]
+        room.views = (image, views) if image is room.image or self._inbox.lasting else None
+        return views
 
 
 @contextmanager

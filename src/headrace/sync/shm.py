@@ -77,16 +77,20 @@ class ShmInbox:
     """Maps what it is told of."""
 
     address = ""
+    lasting = True
 
     def __init__(self) -> None:
-        self._file: mmap.mmap | None = None
+        self._file: memoryview | None = None
+        self._slots: list[memoryview] = []
         self._known: tuple[str, int, int] | None = None
 
     def lend(self, update: WeightUpdate) -> memoryview:
         image_bytes = update.manifest.total_bytes
-        file = self._mapped(update.path, _end(image_bytes))
-        start = update.slot * image_bytes if update.base is None else _beside(image_bytes)
-        return memoryview(file)[start : start + update.num_bytes]
+        file = self._mapped(update.path, image_bytes)
+        if update.base is None:
+            return self._slots[update.slot]
+        start = _beside(image_bytes)
+        return file[start : start + update.num_bytes]
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
         raise AssertionError("shared memory is read where it lies")
@@ -95,9 +99,10 @@ class ShmInbox:
         """Nothing was moved."""
 
     def close(self) -> None:
-        self._file = None
+        self._file, self._slots = None, []
 
-    def _mapped(self, path: str, num_bytes: int) -> mmap.mmap:
+    def _mapped(self, path: str, image_bytes: int) -> memoryview:
+        num_bytes = _end(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
@@ -114,7 +119,9 @@ class ShmInbox:
                 )
             known = (path, found.st_dev, found.st_ino)
             if self._file is None or self._known != known:
-                self._file, self._known = mmap.mmap(descriptor, num_bytes), known
+                self._file, self._known = memoryview(mmap.mmap(descriptor, num_bytes)), known
+                starts = range(0, image_bytes * NUM_SLOTS, image_bytes) if image_bytes else [0] * NUM_SLOTS
+                self._slots = [self._file[start : start + image_bytes] for start in starts]
             return self._file
         finally:
             os.close(descriptor)

@@ -45,6 +45,11 @@ class Weather:
         """The inbox's."""
         return self._inbox.address
 
+    @property
+    def lasting(self) -> bool:
+        """The inbox's."""
+        return self._inbox.lasting
+
     def lend(self, update: WeightUpdate) -> memoryview | None:
         """The payload, or a copy of it with one bit changed: what others see stays as it is."""
         lent = self._inbox.lend(update)
