@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from headrace.flow import Admission, Flow, FlowConfig, TakenBatch
@@ -16,10 +17,11 @@ from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, 
 from headrace.flow.ledger.base import Submit as SubmitGroups
 from headrace.flow.policies.deadlines import age_needed
 from headrace.flow.state import FlowState
-from headrace.types.episode import EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeKey, EpisodeStatus, Turn
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.scored import ScoredGroup
+from headrace.types.tokens import Tokens
 
 ORDERED_AHEAD = 2
 """Batches that may be taken and not trained yet."""
@@ -36,8 +38,17 @@ class Tried:
     status: EpisodeStatus
     sampled_under: tuple[int, int]
 
+    @property
+    def turns(self) -> list[Turn]:
+        return [_turn(*self.sampled_under)]
+
     def versions(self) -> tuple[int, int]:
         return self.sampled_under
+
+
+@lru_cache
+def _turn(oldest: int, newest: int) -> Turn:
+    return Turn(author="policy", tokens=Tokens(ids_T=[0, 0], logprobs_T=[0, 0], versions_T=[oldest, newest]))
 
 
 @dataclass(slots=True, kw_only=True)
