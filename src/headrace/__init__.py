@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headrace.errors import HeadraceError
     from headrace.policy import Policy
     from headrace.scoring import sandbox
-    from headrace.session import Evaluation, RunConfig, evaluate, load_config, train
+    from headrace.session import Evaluation, Measures, RunConfig, evaluate, load_config, train
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ _HOMES = {
     "Episode": "headrace.env.policy",
     "Evaluation": "headrace.session",
     "HeadraceError": "headrace.errors",
+    "Measures": "headrace.session",
     "Policy": "headrace.policy",
     "RunConfig": "headrace.session",
     "StepResult": "headrace.env.interface",
@@ -40,6 +41,7 @@ __all__ = [
     "Episode",
     "Evaluation",
     "HeadraceError",
+    "Measures",
     "Policy",
     "RunConfig",
     "StepResult",

@@ -97,6 +97,7 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
         (["learner.teacher.kind='ema'"], "learner.teacher.kind='ema' has no effect"),
         (["algo.old='kept'"], "algo.old='kept', and learner.old does not say which weights"),
         (["learner.old.kind='ema'"], "learner.old.kind='ema' has no effect with algo.old='learner'"),
+        (["learner.memory.masters=false"], "learner.memory.masters=false has no effect"),
         (["algo.advantage=remax"], "algo.advantage='remax' does not fit env.kind='single_turn'"),
     ],
 )
@@ -109,6 +110,7 @@ def test_settings_that_just_work_together_are_accepted() -> None:
     load_config(MODEL, ["algo.correction=none", "flow.max_age=0"])
     load_config(MODEL, ["algo.correction=none", "algo.allow_uncorrected=true"])
     load_config(MODEL, ["flow.max_age=2", "flow.lead=2"])
+    load_config(MODEL, ["learner.memory.masters=false", "model.dtype=bfloat16"])
     load_config(MODEL, ["flow.capacity=16", "flow.min_episodes=8"])
 
 

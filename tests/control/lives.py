@@ -13,6 +13,7 @@ import numpy as np
 from headrace import checkpoint
 from headrace.clock import run_virtual
 from headrace.control import Controller, Parts, RunSection, Settings, Summary
+from headrace.control.observer import Observers
 from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow import FlowConfig
@@ -116,7 +117,9 @@ async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen:
     parts, ledger = plan.parts(given), plan.open_ledger()
     loop = asyncio.get_running_loop()
     try:
-        controller = Controller(parts, plan.settings(), ledger=ledger, writer=InlineWriter(ledger), observers=(seen,))
+        controller = Controller(
+            parts, plan.settings(), ledger=ledger, writer=InlineWriter(ledger), observers=Observers([seen])
+        )
         seen.controller = controller
         if stop_at is not None:
             loop.call_later(stop_at, controller.stop)

@@ -320,7 +320,7 @@ def test_the_program_of_the_examples_earns_what_it_solves() -> None:
 
     rewards: list[Any] = []
     asyncio.run(run())
-    assert rewards == [1.0]
+    assert rewards == [{"reward": 1.0}]
 
 
 def test_two_hundred_sessions_at_once_each_hear_their_own_policy() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.server.refusal import Refusal
+from headrace.env.base import Piece
 from headrace.rollout.endpoint.base import Dialect, Exchange, Setting
 from headrace.rollout.endpoint.chat import CHAT
 from headrace.rollout.endpoint.messages import MESSAGES
@@ -56,6 +57,15 @@ def said_in(dialect: Dialect, body: Any, message: Message) -> tuple[Exchange, An
     return exchange, json.loads(json.dumps(exchange.whole([reply(message)])))
 
 
+def streamed(exchange: Exchange, message: Message, size: int) -> list[Any]:
+    """The data of all events of a stream, in which the text comes ``size`` characters at a time."""
+    telling = exchange.stream()
+    texts = [("reasoning", message.reasoning), ("content", message.content)]
+    pieces = [(name, text[at : at + size]) for name, text in texts for at in range(0, len(text), size)]
+    events = [event for name, text in pieces for event in telling.grow(0, Piece(num_prompt_tokens=3, **{name: text}))]
+    return [json.loads(json.dumps(event.data)) for event in [*events, *telling.end([reply(message)])]]
+
+
 def read_again(dialect: Dialect, body: Any) -> Message:
     """The first message of the policy in ``body``."""
     messages = dialect.understand(body, setting()).asked.messages
@@ -84,13 +94,12 @@ def test_an_answer_in_messages_comes_back_as_it_was(message: Message) -> None:
     assert read_again(MESSAGES, again) == in_one_spelling(message)
 
 
-@given(ANSWERS)
-def test_a_stream_of_messages_adds_up_to_the_whole(message: Message) -> None:
+@given(ANSWERS, st.integers(1, 13))
+def test_a_stream_of_messages_adds_up_to_the_whole(message: Message, size: int) -> None:
     body = {"messages": [USER], "max_tokens": 9, "thinking": {"type": "adaptive"}}
     exchange, whole = said_in(MESSAGES, body, message)
     blocks: list[Any] = []
-    for _, data in exchange.events([reply(message)]):
-        assert isinstance(data, dict)
+    for data in streamed(exchange, message, size):
         if data["type"] == "content_block_start":
             blocks.append({**data["content_block"], "spelled": ""})
         for name, field in (
@@ -108,10 +117,27 @@ def test_a_stream_of_messages_adds_up_to_the_whole(message: Message) -> None:
     assert blocks == whole["content"]
 
 
-@given(ANSWERS)
-def test_a_stream_of_a_response_ends_with_the_whole(message: Message) -> None:
+@given(ANSWERS, st.integers(1, 13))
+def test_a_stream_of_chat_completions_adds_up_to_the_whole(message: Message, size: int) -> None:
+    exchange, whole = said_in(CHAT, {"messages": [USER], "stream": True}, message)
+    choices = [data["choices"][0] for data in streamed(exchange, message, size) if data != "[DONE]"]
+    told = whole["choices"][0]
+    for name in ("content", "reasoning_content"):
+        text = "".join(choice["delta"].get(name) or "" for choice in choices)
+        assert text == (told["message"].get(name) or "")
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert [{**call, "index": None} for call in calls] == [
+        {**call, "index": None} for call in told["message"].get("tool_calls", ())
+    ]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [told["finish_reason"]]
+
+
+@given(ANSWERS, st.integers(1, 13))
+def test_a_stream_of_a_response_adds_up_to_the_whole_and_ends_with_it(message: Message, size: int) -> None:
     exchange, whole = said_in(RESPONSES, {"input": "hi", "stream": True}, message)
-    events = [data for _, data in exchange.events([reply(message)]) if isinstance(data, dict)]
+    events = streamed(exchange, message, size)
+    for kind, text in (("output_text", message.content), ("reasoning_text", message.reasoning)):
+        assert "".join(event["delta"] for event in events if event["type"] == f"response.{kind}.delta") == text
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["response"] == whole
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == whole["output"]

@@ -43,6 +43,7 @@ def pooled(which: int, request_id: int = 0, *, pinned: bool = False, routed: boo
         stop=(decode([7]), decode([11, 12]), decode([23])) if which % 5 == 0 else (),
         logit_bias={5: 1.5, 9: -50.0} if which % 5 == 2 else {},
         record_kept=which % 2 == 0,
+        record_entropy=which % 5 != 1,
         record_routing=routed and which % 3 != 1,
         **truncation,
         **penalties,
@@ -234,6 +235,12 @@ class Life:
         assert (tokens.kept is not None) == sampling.record_kept or not count
         if sampling.record_kept and count:
             assert [span.tolist() for span in tokens.kept.spans()] == alone.kept[:count]
+        for chunk in chunks:
+            assert (chunk.entropies_T is not None) == sampling.record_entropy
+            if sampling.record_entropy:
+                assert len(chunk.entropies_T) == len(chunk.ids_T)
+                assert (chunk.entropies_T >= 0).all()
+                assert sampling.temperature or not chunk.entropies_T.any()
         told = [chunk.prompt_routing for chunk in chunks if chunk.prompt_routing is not None]
         if not sampling.record_routing or not count:
             assert len(told) <= sampling.record_routing

@@ -185,3 +185,49 @@ def test_fork_of_an_answer_that_a_string_ended_goes_on_to_the_next_one(
     child = run(engine, [msgspec.structs.replace(forked, fork=Fork(parent=1, at=at))])[2]
     assert len(joined(child)) > 1
     assert joined(child).ids_T.tolist() == free[at : at + len(joined(child))]
+
+
+@pytest.mark.parametrize("at", [1, 5, 10, 11, 20, 26])
+def test_forks_of_an_ended_sequence_compute_nothing_but_what_they_sample(
+    at: int, pair: Pair, model_dir: Callable[[str], Path]
+) -> None:
+    engine = pair[0]
+    whole = joined(run(engine, [request(0, PROMPT, max_new_tokens=40, seed=1)])[0]).ids_T.tolist()
+    before = engine.stats()
+    forks = [fork(number, 0, at, seed=number, max_new_tokens=12) for number in range(1, 6)]
+    results = run(engine, [msgspec.structs.replace(one, pinned=True) for one in forks])
+    after = engine.stats()
+    prefilled = after.prompt_tokens - before.prompt_tokens - (after.cached_tokens - before.cached_tokens)
+    assert prefilled == len(forks)  # the last token that is kept, out of which the first new one comes
+    assert after.generated_tokens - before.generated_tokens == 12 * len(forks)
+    reference = plain(model_dir("qwen3"))
+    for number in range(1, 6):
+        expected = alone(reference, request(number, PROMPT + whole[:at], max_new_tokens=12, seed=number))
+        tokens = joined(results[number])
+        assert tokens.ids_T.tolist() == expected
+        assert set(tokens.versions_T) == {0}
+    assert engine.stats().cache_blocks_used == 0
+
+
+def test_forks_behind_the_last_whole_block_of_an_ended_sequence_compute_what_it_had_begun(pair: Pair) -> None:
+    engine = pair[0]
+    whole = joined(run(engine, [request(0, PROMPT, max_new_tokens=40, seed=1)])[0]).ids_T.tolist()
+    before = engine.stats()
+    again = joined(run(engine, [fork(1, 0, 35, seed=1, max_new_tokens=5)])[1]).ids_T.tolist()
+    after = engine.stats()
+    assert again == whole[35:]
+    assert after.cached_tokens - before.cached_tokens == 48  # of 57: three blocks
+
+
+def test_a_fork_of_an_ended_sequence_whose_blocks_were_taken_computes_them_again(
+    model_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = ModelConfig(path=str(model_dir("qwen3")))
+    engine, weights = make_engine(config, cache_tokens=96), Weights(config, tmp_path / "buffer")
+    weights.send(engine, 0)
+    whole = joined(run(engine, [request(0, PROMPT, max_new_tokens=40, seed=1)])[0]).ids_T.tolist()
+    run(engine, [request(1, range(5, 35), max_new_tokens=60, seed=2)])  # needs every block
+    before = engine.stats().cached_tokens
+    again = joined(run(engine, [fork(2, 0, 5, seed=1, max_new_tokens=35)])[2]).ids_T.tolist()
+    assert again == whole[5:]
+    assert engine.stats().cached_tokens == before

@@ -18,6 +18,7 @@ from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
+from tests.models.kinds import plain
 
 Dir = Callable[[str], Path]
 PROMPT = list(range(3, 23))
@@ -171,3 +172,42 @@ def test_the_last_chunk_comes_after_all_others_of_its_sequence(how: str, model_d
     assert chunks[-1].stop_reason == (StopReason.ABORTED if how == "abort" else StopReason.DEADLINE)
     assert tokens.ids_T.tolist() == expected
     assert not engine.has_work()
+
+
+def test_entropies_come_with_every_token_whatever_it_was_drawn_from(model_dir: Dir, tmp_path: Path) -> None:
+    settings = {"max_new_tokens": 12, "record_entropy": True, "seed": 3}
+    asked = [
+        request(0, PROMPT, temperature=0.7, top_k=5, **settings),
+        request(1, PROMPT, temperature=1.3, logit_bias={7: 2.0}, **settings),
+        request(2, PROMPT, temperature=0.0, **settings),
+        request(3, PROMPT, max_new_tokens=12),
+    ]
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer", flush_tokens=5)
+    results = run(engine, asked)
+    assert all(chunk.entropies_T is None for chunk in results[3])
+    model = plain(model_dir("qwen3")).double()
+    for number, (temperature, bias) in enumerate([(0.7, {}), (1.3, {7: 2.0}), (0.0, {})]):
+        ids = np.concatenate([PROMPT, *[chunk.ids_T for chunk in results[number]]])
+        found = np.concatenate([chunk.entropies_T for chunk in results[number]])
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0, len(PROMPT) - 1 : -1]
+        for token, more in bias.items():
+            logits[:, token] += more
+        expected = np.zeros(12)
+        if temperature:
+            expected = torch.distributions.Categorical(logits=logits / temperature).entropy().numpy()
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_entropies_survive_preemption_and_neighbours_that_leave(model_dir: Dir, tmp_path: Path) -> None:
+    asked = [
+        request(n, PROMPT, max_new_tokens=12 + 6 * n, seed=n, record_entropy=n != 1) for n in range(4)
+    ]  # fmt: skip
+    roomy = run(ready_engine(model_dir("qwen3"), tmp_path / "a"), asked)
+    engine = ready_engine(model_dir("qwen3"), tmp_path / "b", cache_tokens=96, flush_tokens=7)
+    crowded = run(engine, asked)
+    assert engine.stats().preempted > 0
+    for n in (0, 2, 3):
+        here, there = (np.concatenate([chunk.entropies_T for chunk in each[n]]) for each in (roomy, crowded))
+        assert len(here) == 12 + 6 * n
+        np.testing.assert_allclose(here, there, atol=1e-5)

@@ -22,7 +22,8 @@ ROW = {"prompt": "2+2", "answer": 4}
 def run(source: str, row: Mapping[str, Any] = ROW, **variables: str) -> Any:
     async def main() -> Any:
         async with asyncio.timeout(30):
-            return await Program([sys.executable, "-c", source]).run(row, variables)
+            told = await Program([sys.executable, "-c", source]).run(row, variables)
+            return told.get("reward")
 
     return asyncio.run(main())
 
@@ -120,7 +121,8 @@ def test_many_programs_run_side_by_side() -> None:
     async def main() -> list[Any]:
         async with asyncio.timeout(60):
             program = Program(["/bin/sh", "-c", 'cat "$HEADRACE_TASK"'])
-            return await asyncio.gather(*(program.run({"reward": number}, {}) for number in range(50)))
+            told = await asyncio.gather(*(program.run({"reward": number}, {}) for number in range(50)))
+            return [each["reward"] for each in told]
 
     assert asyncio.run(main()) == list(range(50))
 

@@ -14,7 +14,8 @@ from headrace.flow.ledger.base import Operation
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
-from tests.flow.driver import DictLedger, Driver, Row
+from tests.flow.dict_ledger import DictLedger, Row
+from tests.flow.driver import Driver
 from tests.flow.episodes import as_told, ended, sampled
 
 CAUSES = ("reward_error: line 3", "reward_nan", "request_refused: too long: by 3")

@@ -20,7 +20,8 @@ from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import Tokens
-from tests.flow.driver import DictLedger, Driver
+from tests.flow.dict_ledger import DictLedger
+from tests.flow.driver import Driver
 
 HISTORIES = 10
 """Of each policy, in the fast part."""

@@ -17,7 +17,7 @@ import psutil
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Site
 from headrace.launch.clients import ScorerPool, Terms
-from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.starts import Keep, ScorerStart, Start
 from headrace.scoring import FunctionReward, Scores
 from headrace.types.messages import scorer
@@ -38,7 +38,8 @@ async def start_child(place: Site, name: str, start: Start, token: str = TOKEN) 
     """One process; its peer expects ``token``."""
 
     def peer(channel: ControllerChannel) -> Peer:
-        return Peer(name, channel, token=token, on_spans=place.on_spans)
+        kind = ForeignPeer if isinstance(start, ScorerStart) else Peer
+        return kind(name, channel, token=token, on_spans=place.on_spans)
 
     return await Child.start(place, name, start, 1, peer)
 

@@ -19,6 +19,7 @@ def step_record(step: int, **changes: object) -> StepRecord:
         "version": step + 1,
         "clock_s": CLOCK_ZERO + step + 1,
         "wall_s": step + 3.0,
+        "unix_s": 1.79e9 + step,
         "reward_mean": min(1.0, 0.4 + 0.001 * step),
         "reward_std": 0.3,
         "reward_min": 0.0,

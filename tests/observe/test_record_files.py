@@ -4,13 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.control.observer import Observers
 from headrace.errors import DataError, RunError
 from headrace.observe import JsonlWriter, Recorder, read_jsonl, read_steps
-from headrace.types.observation import Event, StepRecord
+from headrace.types.observation import Event, LiveState, StepRecord
 from headrace.types.trace import Span
 
 SPANS = [Span(lane="engine", name=f"générate {i}", start_s=i, end_s=i + 0.5, step=i) for i in range(4)]
@@ -38,8 +40,34 @@ def test_a_recorder_writes_what_it_is_told_where_readers_look(tmp_path: Path) ->
         recorder.step(step(0))
         recorder.event(Event(wall_s=1.0, text="checkpoint"))
         assert read_steps(tmp_path / "metrics.jsonl") == [step(0)]
+        assert read_jsonl(tmp_path / "events.jsonl", Event) == [Event(wall_s=1.0, text="checkpoint")]
         recorder.spans(SPANS[2:])
     assert read_jsonl(tmp_path / "trace.jsonl", Span) == SPANS
+
+
+def test_spans_wait_for_the_end_of_a_step_or_the_next_look_at_the_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with Recorder(tmp_path) as recorder:
+        observers = Observers([recorder])
+        observers.span(SPANS[0])
+        assert read_jsonl(trace, Span) == []
+        observers.step(step(0))
+        assert read_jsonl(trace, Span) == SPANS[:1]
+        observers.spans(SPANS[1:2])
+        observers.update(LiveState(steps_done=1, steps_total=2, verdict="balanced"))
+        assert read_jsonl(trace, Span) == SPANS[:2]
+        assert msgspec.json.decode((tmp_path / "live.json").read_bytes(), type=LiveState).verdict == "balanced"
+        observers.spans(SPANS * 1024)
+        assert len(read_jsonl(trace, Span)) == 2 + 4096
+        observers.span(SPANS[3])
+        observers.flush()
+        assert len(read_jsonl(trace, Span)) == 3 + 4096
+
+
+def test_a_span_takes_less_than_a_hundred_bytes_of_disk(tmp_path: Path) -> None:
+    episode = Span(lane="rollout", name="episode", start_s=123456.123456789, end_s=123457.123456789, of="12345.7")
+    write(tmp_path / "trace.jsonl", [episode])
+    assert (tmp_path / "trace.jsonl").stat().st_size < 100
 
 
 def test_a_number_that_is_not_finite_comes_back_as_none(tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from headrace.errors import visible
-from headrace.observe import LiveView, PlainView, open_view
+from headrace.observe import LiveView, PlainView, judge, open_view
 from headrace.observe.terminal import draw
 from headrace.observe.words import duration, sparkline
-from headrace.types.observation import Event, Fractions, LiveState, QueueCounts, Wait
+from headrace.types.observation import Account, Event, LiveState, QueueCounts, Wait
 from tests.observe.synthetic import step_record
 
+WHERE = Account(seconds=100.0, engine_busy_s=97.0, learner_busy_s=62.0, trained_tokens=6200)
 HOSTILE = "[bold red]x[/] [/nothing] \x1b[2J\x1b]0;title\x07 \r\n\x00 \u202eabc\u2066 \ud800 <script> :smile:"
 
 
@@ -37,7 +38,10 @@ def state(**changes: object) -> LiveState:
         "trained_tok_s": 8821.0,
         "queue": QueueCounts(submitted=4, running=12, ready=2),
         "ages": {0: 300, 1: 200, 2: 10},
-        "fractions": Fractions(engine_idle=0.03, learner_idle=0.38),
+        "account": WHERE,
+        "verdict": str(judge(WHERE)),
+        "throughput": (100.0, 200.0, 8000.0, 8821.0),
+        "waited": (0.0, 0.2, 0.6, 0.38),
         "waits": (
             Wait(loop="rollout", state="busy", what="12 groups", since_s=3.0),
             Wait(loop="learner", state="waiting", what="a batch", since_s=2.2, unblocked_by="scoring"),
@@ -69,6 +73,15 @@ def test_a_wide_terminal_shows_everything() -> None:
         "arithmetic",
     ):
         assert words in text
+
+
+def test_throughput_and_waiting_are_drawn_step_by_step() -> None:
+    assert f"trained    {sparkline((100.0, 200.0, 8000.0, 8821.0), 30)} 8,821 tok/s" in shown(state(), 120)
+    assert f"waited {sparkline((0.0, 0.2, 0.6, 0.38), 15)} 38%" in shown(state(), 120)
+
+
+def test_the_verdict_says_what_the_waiting_costs() -> None:
+    assert "costs 38 trained tokens/s" in " ".join(shown(state(), 120).replace("│", "").split())
 
 
 def test_a_narrow_terminal_keeps_the_numbers() -> None:

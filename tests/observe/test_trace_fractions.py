@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe import busy_frac, fractions, idle_frac
+from headrace.observe import account, busy_frac, idle_frac
 from headrace.observe.trace import complement, coverage, intersection, seconds, union
 from headrace.types.trace import Span
 
@@ -53,12 +53,12 @@ def test_a_wait_is_not_work() -> None:
 
 def test_an_empty_interval_has_no_work() -> None:
     assert busy_frac([span("engine", 0, 1)], "engine", (1, 1)) == 0.0
-    assert fractions([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
+    assert account([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
 
 
 def test_scoring_counts_only_while_engine_and_learner_stand_idle() -> None:
     spans = [span("engine", 0, 4), span("scoring", 2, 8), span("learner", 8, 10, "train")]
-    found = fractions(spans, (0, 10))
+    found = account(spans, (0, 10))
     assert found.engine_idle == pytest.approx(0.6)
     assert found.learner_idle == pytest.approx(0.8)
     assert found.scoring == pytest.approx(0.4)
@@ -74,4 +74,15 @@ def test_sync_counts_while_the_learner_copies_and_while_both_wait_for_weights() 
         span("sync", 8, 8.5, "commit"),
         span("learner", 7, 9, "wait sync"),
     ]
-    assert fractions(spans, (0, 10)).sync == pytest.approx(0.1 + 0.1 + 0.2)
+    found = account(spans, (0, 10))
+    assert found.sync == pytest.approx(0.1 + 0.1 + 0.2)
+    assert found.exposed_sync_s == pytest.approx(1 + 2)
+
+
+def test_of_several_engines_the_mean_counts_and_all_must_stand_idle_for_rewards_to_hold_them_up() -> None:
+    spans = [span("engine-1", 0, 4), span("engine-2", 0, 2), span("engine-1", 4, 5, "prefill"), span("scoring", 3, 8)]
+    found = account([*spans, span("learner", 7, 10), span("agent-judge", 0, 10)], (0, 10))
+    assert found.engine_busy_s == pytest.approx(3.5)
+    assert found.prefill_s == pytest.approx(0.5)
+    assert found.scoring_s == pytest.approx(2)
+    assert account(spans, (0, 10), {"engine-3"}).engine_busy_s == pytest.approx(7 / 3)

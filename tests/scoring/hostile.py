@@ -1,4 +1,4 @@
-"""Rewards that do harm: each deed by name, what it is counted as, and what has become of it in a real pool."""
+"""Code that does harm: each deed by name, and as rewards in a real pool what it is counted as."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tests.launch.workers import crew, task
 
-REWARD = """
-    import asyncio, ctypes, os, signal, socket, sys, threading, time
+DEEDS = """
+    import asyncio, ctypes, gc, os, signal, socket, sys, threading, time
 
     async def never():
         await asyncio.Event().wait()
@@ -44,10 +44,20 @@ REWARD = """
         while True:
             eaten.append(os.urandom(1 << 20) * 32)
 
-    def shout():
-        for _ in range(64):
+    def shout(number_of_mib):
+        for _ in range(number_of_mib >> 2):
             sys.stdout.write("x" * (1 << 22))
         raise RuntimeError("hoarse")
+
+    def speak(words):
+        channel = next(each for each in gc.get_objects() if type(each).__name__ == "PartChannel")
+        channel._reports.send(words)
+        threading.Event().wait()
+
+    def accuse():
+        from headrace.types.messages.controller import Failure
+        from headrace.types.messages.codec import Codec
+        speak(Codec(Failure).encode(Failure(call=None, kind="ConfigError", problem="all is lost", remedy="none")))
 
     def listen():
         made = [socket.socket() for _ in range(100_000)]
@@ -78,7 +88,8 @@ REWARD = """
         "infinite": lambda: float("-inf"),
         "huge": lambda: 10 ** 400,
         "coroutine": lambda: (lambda: (yield))(),
-        "shout": shout,
+        "shout": lambda: shout(256),
+        "gigabyte": lambda: shout(1024),
         "sockets": listen,
         "hang": lambda: threading.Event().wait(),
         "await": never,
@@ -91,15 +102,23 @@ REWARD = """
         "fork": fork_all,
         "daemon": daemonise,
         "eat": eat,
+        "garble": lambda: speak(b"no message at all"),
+        "accuse": accuse,
+        "bomb": lambda: threading.Timer(0.2, os._exit, (3,)).start() or 1.0,
     }
-
+"""
+"""What code can do without asking anybody, by name."""
+REWARD = (
+    DEEDS
+    + """
     def reward(completion, deed=""):
         if deed == "learn":
             return sum(character in "01234" for character in completion) / 4
         return DEEDS[(deed or completion).split()[0]]()
 """
+)
 CAUSES = {
-    "fine": "",
+    **dict.fromkeys(("fine", "bomb"), ""),
     **dict.fromkeys(("raise", "stop", "exit", "unspeakable", "recurse", "text", "list", "dict", "odd"), "reward_error"),
     **dict.fromkeys(("huge", "coroutine", "shout", "sockets"), "reward_error"),
     **dict.fromkeys(("nan", "infinite"), "reward_nan"),
@@ -108,7 +127,9 @@ CAUSES = {
 }
 """Reason of every deed; those of ``EITHER`` have one of several."""
 EITHER = {
-    **dict.fromkeys(("fork", "eat"), ("reward_crashed", "reward_timeout")),  # a busy machine notices late
+    # a busy machine notices late
+    **dict.fromkeys(("fork", "eat", "garble", "accuse"), ("reward_crashed", "reward_timeout")),
+    "gigabyte": ("reward_error", "reward_timeout"),
     "everybody": ("reward_crashed", "reward_error"),
     "parents": ("reward_crashed", "reward_error"),
     "close": ("reward_crashed", "reward_timeout", "reward_error"),

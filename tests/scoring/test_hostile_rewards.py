@@ -20,9 +20,10 @@ DEEDS = [*CAUSES, *EITHER]
 def test_each_hostile_reward_is_counted_for_what_it_did_and_the_others_are_scored(tmp_path: Path) -> None:
     before = {process.pid for process in psutil.process_iter()}
     quick = [deed for deed in DEEDS if CAUSES.get(deed) != "reward_crashed" and deed not in EITHER]
-    counted = judged(tmp_path, [*quick, "quit", "everybody", "daemon", "fork", "eat", "fine 1", "fine 2"], timeout_s=6)
-    assert counted.total() == len(quick) + 7
-    assert counted[""] == 3
+    deeds = [*quick, "quit", "accuse", "everybody", "daemon", "fork", "eat", "fine 1", "fine 2"]
+    counted = judged(tmp_path, deeds, timeout_s=6)
+    assert counted.total() == len(deeds)
+    assert counted[""] == 4
     here = psutil.Process()
     strays = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and here in p.parents()]
     assert not [p for p in strays if "headrace.launch.hosts.main" in " ".join(p.info["cmdline"] or ())]
@@ -56,7 +57,7 @@ def test_hundreds_of_hostile_rewards_are_counted(tmp_path: Path) -> None:
     deeds = [f"{deed} {number}" for number in range(9) for deed in DEEDS]
     counted = judged(tmp_path, deeds, timeout_s=8)
     assert counted.total() == len(deeds) >= 250
-    assert counted[""] == 9
+    assert counted[""] == 18
     assert Counter(reason for reason in counted if reason).keys() == {
         "reward_error", "reward_nan", "reward_timeout", "reward_crashed"
     }  # fmt: skip

@@ -91,7 +91,6 @@ EXACT = {"kind": "exact"}
             {"env": {"rewards": [EXACT]}, "algo": {"advantage": {"kind": "gdpo", "weights": [1, 2]}}},
             "has 2 entries for 1 env.rewards",
         ),
-        ({"algo": {"advantage": "prpo"}}, "entropy at every token, which no engine records"),
     ],
 )
 def test_nonsense_is_refused_by_name(sections: dict[str, Any], words: str) -> None:

@@ -30,19 +30,19 @@ def test_runs_whose_parts_are_killed_at_random_lose_nothing_and_train_nothing_tw
     total, *rows = made.rows
     assert len(rows) == SOAK
     assert {row["seed"]: (row["wrong"], row["left"]) for row in rows if row["wrong"] or row["left"]} == {}
-    assert set(total["kills"]) == {"controller", "engine", "learner", "scorer"}
+    assert set(total["kills"]) == {"controller", "engine", "learner", "scorer", "environment"}
     assert total["continued"] > 0, "some answers were cut off halfway, and went on"
     assert max((row["unrecorded"] or 0 for row in rows), default=0) <= RECORD_TOKENS
     assert [target for target in made.targets if not target.holds and target.unit != "s"] == []
 
 
 def test_moments_of_a_seed_are_always_the_same_and_reach_every_part_and_phase(tmp_path: Path) -> None:
-    scene = Scene(directory=tmp_path, run_file=tmp_path, reward=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path)
+    scene = Scene(directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path)
     moments = [[draw(scene, rng) for _ in range(300)] for rng in map(np.random.default_rng, (7, 7, 8))]
     assert moments[0] == moments[1] != moments[2]
     assert {(moment.part, moment.phase) for moment in moments[0]} == {
         (part, phase)
-        for part in ("controller", "engine", "learner", "scorer")
+        for part in ("controller", "engine", "learner", "scorer", "environment")
         for phase in ("start", "step", "snapshot")
     }
     assert {moment.step for moment in moments[0] if moment.phase == "step"} == set(range(1, STEPS + 1))
@@ -107,7 +107,7 @@ LOSSES: dict[str, Callable[[Tokens], Tokens]] = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def testanswers_of_that_are_not_what_was_recorded_are_found_out(ended: Path, lost: str) -> None:
+def test_answers_that_are_not_what_was_recorded_are_found_out(ended: Path, lost: str) -> None:
     run_dir = ended.parent / "run"
     with closing(open_ledger(run_dir)) as ledger:
         answers = answers_of(ledger.episodes(0))

@@ -39,6 +39,11 @@ def test_a_run_that_can_work_is_prepared(prepared: Prepare) -> None:
     assert made.sampling.stop_ids == (1,)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_entropies_are_recorded_for_the_dashboard_where_that_is_asked_for(asked: bool, prepared: Prepare) -> None:
+    assert prepared(f"observe.record_entropy={str(asked).lower()}").sampling.record_entropy is asked
+
+
 @pytest.mark.parametrize(
     ("changes", "kind", "problem"),
     [

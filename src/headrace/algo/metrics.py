@@ -33,6 +33,8 @@ METRICS = {
     "entropy": "mean entropy of π, where it is known",
     "kl_ref": "KL(π‖π_ref) by the penalty's estimator; by k3 where there is a reference and no penalty",
     "kl_teacher": "mean of log μ − log ν, with the advantage `reverse_kl`: KL(μ‖ν)",
+    "teacher_version": "newest version in the weights of a teacher that is this model's own past: that of every token "
+    "of the step",
     "explained_variance": "of a critic, before it learns from the batch: 1 − Var(R − V)/Var(R), R discounted to the "
     "token; missing where that has no variance",
     "value_loss, value_mean, critic_grad_norm": "mean of ½·(V − return)²; mean of V; norm of the critic's gradient",

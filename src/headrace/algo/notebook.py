@@ -86,9 +86,9 @@ def advantage(name: str, rewards: Sequence[Any], *, groups: Sequence[Any] | None
     within groups, a group of one, or one whose rewards are all the same, has advantage 0; groups may be of unequal
     size. What a formula needs beyond rewards is given by name, see
     :class:`~headrace.algo.advantages.outcomes.Outcomes`: ``lengths``, ``greedy``, ``agents``, ``baselines``,
-    ``episodes``, ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``energies``,
-    ``log_mu``, ``log_nu``, ``values``. The rest are options. A formula per token gives a number per token, the
-    episodes one after the other.
+    ``episodes``, ``states``, and per token, as a list for every episode, ``process``, ``entropies``, ``segments``,
+    ``energies``, ``log_mu``, ``log_nu``, ``values``. The rest are options. A formula per token gives a number per
+    token, the episodes one after the other.
 
     >>> advantage("rloo", [1, 0, None, 0])
     [1.0, -0.5, 0.0, -0.5]

@@ -10,7 +10,9 @@ from headrace.bench.base import Report, Row, Target, show
 from headrace.errors import ConfigError, nearest
 
 _BENCHMARKS = {
+    "agents": "headrace.bench.agents",
     "algo": "headrace.bench.algo",
+    "distill": "headrace.bench.distill",
     "engine": "headrace.bench.engine",
     "faults": "headrace.bench.faults",
     "fleet": "headrace.bench.fleet",

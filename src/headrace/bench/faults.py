@@ -2,8 +2,8 @@
 
 Each run is drawn from a seed of its own, so that one that went wrong can be made again:
 ``headrace bench faults --seed 17 --runs 1``. Even seeds run synchronously and must end with the weights of a run that
-nobody disturbed; odd ones run two versions ahead. Both keep short pieces of running answers, and learn from answers of
-any length.
+nobody disturbed; odd ones run two versions ahead. Of either, every other one starts a dead engine again, and the others
+end, to be resumed. All keep short pieces of running answers, and learn from answers of any length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import get_args
@@ -45,13 +45,29 @@ SNAPSHOT_S = 0.1
 """How long after its beginning."""
 MAX_LIVES = 8
 SETTINGS = (
-    *("model.deterministic=true", "data.eval_path=", "env.reward_workers=2"),
+    *("model.deterministic=true", "data.eval_path=", "env.kind=rollout", "env.reward_workers=2", "env.retries=4"),
     *("engine.temperature=8.0", "engine.max_new_tokens=48", "engine.flush_tokens=4"),
     *("flow.groups_per_step=8", "flow.group_size=4", f"flow.record_tokens={RECORD_TOKENS}"),
-    *("launch.engine_threads=1", "launch.learner_threads=1", "launch.engine_restarts=0"),
+    *("launch.engine_threads=1", "launch.learner_threads=1"),
     *("observe.view=plain", "observe.report=false"),
     *(f"run.steps={STEPS}", f"run.checkpoint_every={SAVE_EVERY}"),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a run differs from the others."""
+
+    max_age: int
+    restarts: int
+    """How many dead engines are started again."""
+
+    @classmethod
+    def of(cls, seed: int) -> Way:
+        return cls(max_age=0 if seed % 2 == 0 else 2, restarts=0 if seed % 4 < 2 else 2)
+
+
+UNDISTURBED = Way(max_age=0, restarts=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +76,8 @@ class Scene:
 
     directory: Path
     run_file: Path
-    reward: Path
+    sources: Path
+    """Where the environment and the reward are."""
     start_s: float
     """From the start of the program to its first step, where nobody disturbs it."""
     step_s: float
@@ -68,8 +85,15 @@ class Scene:
     weights: Path
     """The last snapshot there."""
 
-    def settings(self, run_dir: Path, *, max_age: int) -> list[str]:
-        return [*SETTINGS, f"env.reward={self.reward}:reward", f"run.dir={run_dir}", f"flow.max_age={max_age}"]
+    def settings(self, run_dir: Path, way: Way) -> list[str]:
+        return [
+            *SETTINGS,
+            f"env.entry={self.sources / 'graded_rollout.py'}:rollout",
+            f"env.reward={self.sources / 'graded_reward.py'}:reward",
+            f"run.dir={run_dir}",
+            f"flow.max_age={way.max_age}",
+            f"launch.engine_restarts={way.restarts}",
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,8 +112,8 @@ def measure(tell: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Rep
     """``runs`` runs, of the seeds from ``seed`` on."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
-        reward = stack.enter_context(as_file(files("headrace.bench") / "graded_reward.py"))
-        scene = _undisturbed(directory, reward, tell)
+        sources = stack.enter_context(as_file(files("headrace.bench")))
+        scene = _undisturbed(directory, sources, tell)
         rows = []
         for each in range(seed, seed + runs):
             rows.append(_trial(scene, each))
@@ -97,28 +121,25 @@ def measure(tell: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Rep
     return report([_totals(rows), *rows], _targets(rows))
 
 
-def _undisturbed(directory: Path, reward: Path, tell: Callable[[str], None]) -> Scene:
+def _undisturbed(directory: Path, sources: Path, tell: Callable[[str], None]) -> Scene:
     """The demo, and a synchronous run of it that nobody disturbs."""
     tell("the demo's model")
     demo = build_demo(directory / "demo", seed=0)
     run_dir = directory / "undisturbed"
     scene = Scene(
-        directory=directory, run_file=demo.run_file, reward=reward, start_s=0.0, step_s=0.0,
+        directory=directory, run_file=demo.run_file, sources=sources, start_s=0.0, step_s=0.0,
         weights=run_dir / CHECKPOINTS / f"step-{STEPS:06d}",
     )  # fmt: skip
-    life = asyncio.run(live(_arguments(scene, run_dir, 0), run_dir, None, resume=False))
+    life = asyncio.run(live(_arguments(scene, run_dir, UNDISTURBED), run_dir, None, resume=False))
     if life.exit_code:
         raise RunError(f"the run that nobody disturbs failed: {life.words}", remedy="mend that first")
     step_s = (life.seconds - life.started_s) / STEPS
     tell(f"undisturbed: first step after {life.started_s:.1f} s, then one every {step_s:.2f} s")
-    return Scene(
-        directory=directory, run_file=demo.run_file, reward=reward, start_s=life.started_s, step_s=step_s,
-        weights=scene.weights,
-    )  # fmt: skip
+    return replace(scene, start_s=life.started_s, step_s=step_s)
 
 
-def _arguments(scene: Scene, run_dir: Path, max_age: int) -> list[str]:
-    settings = scene.settings(run_dir, max_age=max_age)
+def _arguments(scene: Scene, run_dir: Path, way: Way) -> list[str]:
+    settings = scene.settings(run_dir, way)
     return [str(scene.run_file), *(word for setting in settings for word in ("--set", setting))]
 
 
@@ -141,19 +162,19 @@ def _trial(scene: Scene, seed: int) -> Row:
     clock = RealClock()
     start_s = clock.now()
     rng = np.random.default_rng(seed)
-    max_age = 0 if seed % 2 == 0 else 2
+    way = Way.of(seed)
     run_dir = scene.directory / f"run-{seed}"
     while True:
         moments = [draw(scene, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
-        trial = asyncio.run(_live_through(scene, run_dir, max_age, moments))
+        trial = asyncio.run(_live_through(scene, run_dir, way, moments))
         if any(life.killed for life in trial.lives):
             break
         shutil.rmtree(run_dir)  # it was over before the moment came
-    config = load_config(scene.run_file, scene.settings(run_dir, max_age=max_age))
+    config = load_config(scene.run_file, scene.settings(run_dir, way))
     ended = trial.lives[-1].exit_code == 0
     verdict = judge(run_dir, config, trial.before) if ended else Verdict.hopeless(config)
-    wrong = _wrong(verdict, trial)
-    if ended and max_age == 0 and not same_weights(run_dir / CHECKPOINTS / scene.weights.name, scene.weights):
+    wrong = _wrong(verdict, trial, way)
+    if ended and way.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / scene.weights.name, scene.weights):
         wrong.append("other weights than the undisturbed run")
     if not wrong:
         shutil.rmtree(run_dir)
@@ -162,7 +183,7 @@ def _trial(scene: Scene, seed: int) -> Row:
     return {
         "what": f"seed {seed}",
         "seed": seed,
-        "max_age": max_age,
+        **asdict(way),
         "killed": [str(life.killed) for life in trial.lives if life.killed],
         "at_step": [life.num_steps for life in trial.lives if life.killed],
         "lives": len(trial.lives),
@@ -176,10 +197,10 @@ def _trial(scene: Scene, seed: int) -> Row:
     }
 
 
-async def _live_through(scene: Scene, run_dir: Path, max_age: int, moments: Sequence[Moment]) -> Trial:
+async def _live_through(scene: Scene, run_dir: Path, way: Way, moments: Sequence[Moment]) -> Trial:
     """Start, kill, resume, until it has ended by itself."""
     trial = Trial(lives=[], before=[], unrecorded=[], run_dir=run_dir)
-    arguments = _arguments(scene, run_dir, max_age)
+    arguments = _arguments(scene, run_dir, way)
     ahead = list(moments)
     while len(trial.lives) < MAX_LIVES:
         resume = has_ledger(run_dir)
@@ -204,7 +225,7 @@ def _count_unrecorded(trial: Trial) -> None:
     trial.unrecorded.append(max(0, lacking) / now.running)
 
 
-def _wrong(verdict: Verdict, trial: Trial) -> list[str]:
+def _wrong(verdict: Verdict, trial: Trial, way: Way) -> list[str]:
     """Everything that should not be, in words."""
     figures = asdict(verdict)
     wrong = [
@@ -215,7 +236,7 @@ def _wrong(verdict: Verdict, trial: Trial) -> list[str]:
     wrong += ["the books did not balance after a kill"] * sum(not each.balanced for each in trial.before)
     wrong += [f"dropped: {verdict.dropped}"] * bool(verdict.dropped)
     for life in trial.lives:
-        wrong += _unseemly(life)
+        wrong += _unseemly(life, way)
     last = trial.lives[-1]
     if last.exit_code:
         wrong.append(f"it did not end: exit code {last.exit_code}: {last.words.strip()}")
@@ -224,13 +245,14 @@ def _wrong(verdict: Verdict, trial: Trial) -> list[str]:
     return wrong
 
 
-def _unseemly(life: Life) -> list[str]:
+def _unseemly(life: Life, way: Way) -> list[str]:
     """How the end of a life differs from what it should be."""
     part = None if life.killed is None else life.killed.part
     if "Traceback" in life.words:
         return [f"a traceback: {life.words.strip()}"]
-    if part == "scorer" and life.exit_code:
-        return [f"the death of a scoring worker did not heal: {life.words.strip()}"]
+    heals = part in ("scorer", "environment") or (part == "engine" and way.restarts > 0 and life.num_steps > 0)
+    if heals and life.exit_code:
+        return [f"the death of the {part} did not heal: {life.words.strip()}"]
     if part in ("engine", "learner") and life.exit_code:
         said = f"error: {part} (pid" in life.words and "was killed by SIGKILL" in life.words
         if life.exit_code != 1 or not said or "remedy: " not in life.words:
@@ -246,6 +268,7 @@ def _totals(rows: Sequence[Row]) -> Row:
         "kills": dict(kills),
         "lives": sum(row["lives"] for row in rows),
         "synchronous": sum(row["max_age"] == 0 for row in rows),
+        "healed": sum(row["lives"] == 1 for row in rows),
         "continued": sum(row["continued"] for row in rows),
         "told_median_s": _median(rows, "told_s"),
         "gone_median_s": _median(rows, "gone_s"),
@@ -281,4 +304,5 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
 
 def _in_words(row: Row) -> str:
     verdict = "; ".join(row["wrong"]) or "all accounted for"
-    return f"{row['what']}, max_age={row['max_age']}: {', '.join(row['killed'])}: {verdict} ({row['wall_s']:.0f} s)"
+    way = f"max_age={row['max_age']}, restarts={row['restarts']}"
+    return f"{row['what']}, {way}: {', '.join(row['killed'])}: {verdict} ({row['wall_s']:.0f} s)"

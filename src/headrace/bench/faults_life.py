@@ -23,7 +23,7 @@ import psutil
 from headrace.clock import RealClock
 from headrace.environ import shared_memory_root
 
-Part = Literal["controller", "engine", "learner", "scorer"]
+Part = Literal["controller", "engine", "learner", "scorer", "environment"]
 LIFE_MAY_TAKE_S = 300.0
 """Longest life of a run of a few steps, on the slowest machine."""
 HUNG = 124
@@ -105,7 +105,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
         life.seconds = now_s - began_s
         if killed_s is not None and moment is not None:
             life.killed = moment
-            if moment.part in ("engine", "learner"):
+            if moment.part in ("engine", "learner") and life.exit_code:
                 life.told_s = now_s - killed_s
             await _until_gone(life, now_s if killed_s is None else killed_s)
         return life

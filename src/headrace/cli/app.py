@@ -7,7 +7,22 @@ import sys
 import typer
 
 from headrace import __version__
-from headrace.cli import bench, check, demo, evaluate, export, ledger, recipes, serve, status, train
+from headrace.cli import (
+    bench,
+    check,
+    demo,
+    evaluate,
+    export,
+    ledger,
+    recipes,
+    report,
+    serve,
+    status,
+    trace,
+    train,
+    view,
+    watch,
+)
 from headrace.cli.output import complain
 from headrace.errors import HeadraceError
 
@@ -24,7 +39,11 @@ app.command("demo")(demo.demo)
 app.command("eval")(evaluate.evaluate)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
+app.command("view")(view.view)
+app.command("report")(report.report)
 app.command("status")(status.status)
+app.command("watch")(watch.watch)
+app.command("trace")(trace.trace)
 app.command("ledger")(ledger.ledger)
 app.command("recipes")(recipes.recipes)
 app.command("bench")(bench.bench)

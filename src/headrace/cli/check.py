@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, readable
 
 app = typer.Typer(help="Check parts of your own before a run uses them.", no_args_is_help=True)
 
@@ -29,5 +32,27 @@ def loss(
         print_json(report)
     else:
         console().print(str(report))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("env")
+def env(
+    reference: str = typer.Argument(help="my_env.py:MyEnv, my_env.py:rollout, my_reward.py:reward, or a command."),
+    data: Path = typer.Option(None, "--data", help="Rows to try it on (.jsonl, .csv, .parquet).", show_default=False),
+    num_rows: int = typer.Option(3, "--rows", min=1, help="How many of them."),
+    timeout_s: float = typer.Option(20.0, "--timeout", help="Seconds that an episode may take."),
+    as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
+) -> None:
+    """Run an environment, a rollout, a program or a reward against scripted models, and say what is wrong."""
+    from headrace.env.data import load_rows
+    from headrace.session.checking import check_env
+
+    rows = load_rows(data)[:num_rows] if data is not None else []
+    report = check_env(reference, rows=rows, timeout_s=timeout_s)
+    if as_json:
+        print_json({"ok": report.ok, **asdict(report)})
+    else:
+        console().print(readable(str(report)))
     if not report.ok:
         raise typer.Exit(1)

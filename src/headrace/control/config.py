@@ -47,5 +47,7 @@ class Settings:
     """Says it in its place, if there is one."""
     taught: bool = False
     """Whether a teacher says what to prefer: a run goes on then however equal the rewards are."""
+    env_column: str = "env"
+    """The column of a row that names its environment, for metrics."""
     fingerprint: str = ""
     """Names the configuration, in every snapshot."""

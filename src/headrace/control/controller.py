@@ -22,12 +22,13 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from headrace.control.attempts import Attempts
 from headrace.control.board import Board
 from headrace.control.config import Settings
 from headrace.control.evaluation import Evaluator
 from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncLoop
 from headrace.control.loops.rollout import FinishedEpisodes
-from headrace.control.observer import Observer, Observers
+from headrace.control.observer import Observers
 from headrace.control.parts import Parts
 from headrace.control.probe import measure_mismatch
 from headrace.control.recording import live_state
@@ -59,7 +60,7 @@ class Controller:
         *,
         ledger: Ledger,
         writer: LedgerWriter,
-        observers: tuple[Observer, ...] = (),
+        observers: Observers,
     ) -> None:
         run, flow = settings.run, settings.flow
         self._order = settings.order
@@ -69,8 +70,9 @@ class Controller:
             run=run,
             flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row),
             board=Board(contracts, parts.clock),
-            observers=Observers(observers),
+            observers=observers,
             started_s=parts.clock.now(),
+            attempts=Attempts(settings.env_column),
             curriculum=settings.curriculum,
         )
         self._ledger = ledger
@@ -80,7 +82,7 @@ class Controller:
         self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
-        self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended)
+        self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.turn_grew)
         self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
         self._evaluator = Evaluator(
             parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
@@ -103,9 +105,12 @@ class Controller:
         """The whole run, watched; :meth:`summary` tells what was reached where it raises."""
         async with asyncio.TaskGroup() as group:
             watchdog = group.create_task(
-                self.state.board.watch(self.state.run.stall_timeout_s, lambda: self.state.parts.engine.stats().steps)
+                self.state.board.watch(self.state.run.stall_timeout_s, self.state.parts.num_steps)
             )
-            summary = await self._run(start)
+            try:
+                summary = await self._run(start)
+            finally:
+                self.state.observers.flush()
             watchdog.cancel()
         return summary
 
@@ -117,6 +122,7 @@ class Controller:
         state.tally.steps_done = start.step
         state.tally.eval_before, state.tally.reward_first = start.memory.eval_before, start.memory.reward_first
         self._sync.earlier_checksums = restore_flow(state, self._ledger, start)
+        self._scoring.recall(self._ledger, start.step)
         if start.snapshot is not None:
             self._saver.began_from(start.step)
         await self._publish_first(start.step)

@@ -1,31 +1,117 @@
-"""From the rewards of a batch to the advantage of each of its episodes, or of their turns."""
+"""From the rewards of a batch to the advantage of each of its episodes, or of their turns.
+
+A row of the mathematics is a share: an episode, or where agents earned each their own, an agent in an episode. Rewards
+are compared within (group, role); what a share is credited with goes to its turns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.outcomes import Floats, labels
+from headrace.algo.advantages.prpo import Prpo
 from headrace.algo.config import AlgoConfig
-from headrace.types.episode import Episode
+from headrace.control.branches import with_branches
+from headrace.control.segments import of_segments
+from headrace.errors import ConfigError
+from headrace.types.episode import Episode, role_of
 from headrace.types.scored import Credit, ScoredGroup
 
 
-def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What is compared with others and credited as one."""
+
+    place: int
+    """Of its episode, among those that count in a baseline."""
+    episode: Episode
+    agent: str
+    """Whose it is; empty: the whole episode's."""
+    reward: float
+    turns: tuple[int, ...]
+    """Written by the policy under training, in order; none where an agent earned something and never answered: that
+    counts in the baseline alone."""
+
+    @property
+    def baseline(self) -> tuple[int, str]:
+        """Shares of the same one are compared."""
+        return self.episode.key.group, role_of(self.agent)
+
+    @property
+    def length(self) -> int:
+        """Tokens that it answers for."""
+        return sum(len(self.episode.turns[turn].tokens) for turn in self.turns)
+
+
+def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: float = 1.0) -> Sequence[Credit]:
     """The advantage of every episode of the batch that counts in a baseline, in order; not all of them are trained. One
-    number, or one per turn where ``algo.advantage.by_turn``."""
-    episodes = [episode for group in groups for episode in group.counted]
+    number, or one per turn where ``algo.advantage.by_turn``, where agents earned each their own, and where turns are
+    segments or some of them branches.
+
+    Raises :class:`~headrace.errors.ConfigError` for an advantage that cannot tell agents apart.
+    """
+    return with_branches(algo, groups, _of_episodes(algo, groups), branch_weight)
+
+
+def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
+    """Without their branches."""
+    shares = shares_of(groups)
+    apart = any(share.agent for share in shares)
+    if apart and algo.advantage.by_critic:
+        raise ConfigError(
+            f"algo.advantage={algo.advantage.kind!r} credits samples by a critic, and the environment returns "
+            "agent_rewards: agents that share a sample could not be told apart",
+            remedy="choose another algo.advantage, or return one reward for the episode",
+        )
     scores = Outcomes(
-        rewards_E=np.array([episode.reward for episode in episodes], np.float64),
-        groups_E=np.array([episode.key.group for episode in episodes], np.int64),
-        lengths_E=np.array([episode.num_sampled for episode in episodes], np.int64),
-        parts_EK=_parts_EK(episodes),
+        rewards_E=np.array([share.reward for share in shares], np.float64),
+        groups_E=labels([share.baseline for share in shares]),
+        lengths_E=np.array([share.length for share in shares], np.int64),
+        parts_EK=None if apart else _parts_EK([share.episode for share in shares]),
     )
     if algo.advantage.by_turn:
-        return _of_turns(algo, episodes, scores)
-    return [float(advantage) for advantage in algo.credit_of_episodes(scores)]
+        of_turns = _of_turns(algo, shares, scores)
+    elif isinstance(algo.advantage, Prpo):
+        of_turns = of_segments(algo, shares, scores)
+    else:
+        credit_E = algo.credit_of_episodes(scores).tolist()
+        if not apart:
+            return [float(advantage) for advantage in credit_E]
+        of_turns = [dict.fromkeys(share.turns, advantage) for share, advantage in zip(shares, credit_E, strict=True)]
+    counted = [episode for group in groups for episode in group.counted]
+    credits = [[0.0] * len(episode.turns) for episode in counted]
+    for share, by_turn in zip(shares, of_turns, strict=True):
+        for turn, advantage in by_turn.items():
+            credits[share.place][turn] = advantage
+    return credits
+
+
+def shares_of(groups: Sequence[ScoredGroup]) -> list[Share]:
+    """Those of every episode that counts in a baseline. Where an episode of a group says what each agent earned, one
+    that does not says that all of them earned the same."""
+    counted = [(episode, group) for group in groups for episode in group.counted]
+    apart = {group.number for episode, group in counted if episode.agent_rewards}
+    shares: list[Share] = []
+    for place, (episode, group) in enumerate(counted):
+        assert episode.reward is not None
+        turns = _written(episode)
+        by_agent: dict[str, list[int]] = {}
+        if group.number in apart:
+            for turn in turns:
+                by_agent.setdefault(episode.turns[turn].author, []).append(turn)
+            rewards = episode.shares if episode.agent_rewards else dict.fromkeys(by_agent, episode.reward)
+        else:
+            by_agent[""] = turns or [len(episode.turns) - 1]  # the last one stands for them
+            rewards = {"": episode.reward}
+        shares += [
+            Share(place=place, episode=episode, agent=agent, reward=reward, turns=tuple(by_agent.get(agent, ())))
+            for agent, reward in rewards.items()
+        ]
+    return shares
 
 
 def _parts_EK(episodes: Sequence[Episode]) -> Floats | None:
@@ -36,19 +122,19 @@ def _parts_EK(episodes: Sequence[Episode]) -> Floats | None:
     return np.array([list(episode.parts.values()) for episode in episodes], np.float64)
 
 
-def _of_turns(algo: AlgoConfig, episodes: Sequence[Episode], scores: Outcomes) -> list[Credit]:
-    """A row for each turn that the policy wrote: it earned what it is said to have earned, and the last one what is
-    left of its episode's (shaped) reward. Its state is what was given to the policy before it."""
+def _of_turns(algo: AlgoConfig, shares: Sequence[Share], scores: Outcomes) -> list[dict[int, float]]:
+    """A row for each turn of a share: it earned what it is said to have earned, and the last one what is left of the
+    share's (shaped) reward. Its state is what was given to the policy before it."""
     shaped_E = algo.shaped(scores).rewards_E
-    written = [_written(episode) for episode in episodes]
     rewards: list[float] = []
     states: list[object] = []
-    for episode, turns, reward in zip(episodes, written, shaped_E.tolist(), strict=True):
-        earned = [episode.turns[turn].reward or 0.0 for turn in turns]
-        earned[-1] += reward - sum(earned)
+    for share, reward in zip(shares, shaped_E.tolist(), strict=True):
+        earned = [share.episode.turns[turn].reward or 0.0 for turn in share.turns]
+        if earned:
+            earned[-1] += reward - sum(earned)
         rewards += earned
-        states += [_state(episode, turn, place) for place, turn in enumerate(turns)]
-    owners = np.repeat(np.arange(len(episodes)), [len(turns) for turns in written])
+        states += [_state(share.episode, turn, place) for place, turn in enumerate(share.turns)]
+    owners = np.repeat(np.arange(len(shares)), [len(share.turns) for share in shares])
     credit_R = algo.advantage(
         Outcomes(
             rewards_E=np.array(rewards, np.float64),
@@ -58,17 +144,13 @@ def _of_turns(algo: AlgoConfig, episodes: Sequence[Episode], scores: Outcomes) -
         )
     ).tolist()
     numbers = iter(credit_R)
-    credits: list[Credit] = []
-    for episode, turns in zip(episodes, written, strict=True):
-        of_turn = {turn: float(next(numbers)) for turn in turns}
-        credits.append([of_turn.get(index, 0.0) for index in range(len(episode.turns))])
-    return credits
+    return [{turn: float(next(numbers)) for turn in share.turns} for share in shares]
 
 
 def _written(episode: Episode) -> list[int]:
-    """The turns that the policy under training wrote; where there is none, the last one stands for them."""
-    sampled = [index for index, turn in enumerate(episode.turns) if turn.tokens.sampled_T.any() and not turn.untrained]
-    return sampled or [len(episode.turns) - 1]
+    """The turns that the policy under training wrote, those of branches aside."""
+    own = [index for index, turn in enumerate(episode.turns) if not turn.untrained and turn.branch is None]
+    return [index for index in own if episode.turns[index].tokens.sampled_T.any()]
 
 
 def _state(episode: Episode, index: int, place: int) -> object:

@@ -1,27 +1,64 @@
-"""Evaluation: the held-out tasks, attempted and scored like any others, outside the ledger."""
+"""Evaluation: the held-out tasks, attempted and scored like any others, process rewards included, outside the ledger.
+
+tasks × samples ──▶ EpisodeRunner ──▶ scorer, and for each turn the turn scorer ──▶ rewards by task ──▶ estimates
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import msgspec
 
+from headrace.control.estimates import mean_of
 from headrace.control.parts import Serving
+from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
 from headrace.rollout import EpisodeRunner
+from headrace.rollout.agents import FROZEN_AGENT
+from headrace.scoring import Graded
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 
 MAX_AT_ONCE = 512
 """Attempts in flight: enough to keep any one engine full."""
 
+Keep = Callable[[Episode], Awaitable[None]]
+"""Told of an attempt that has been scored, or has failed; its key is the task's place and the attempt's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Who hears of an evaluation while it goes on."""
+
+    on_tokens: Callable[[int], None]
+    """How many tokens have arrived; 0 for progress of another kind."""
+    warn: Callable[[str], None]
+    """What people should know."""
+    keep: Keep | None = None
+    """``None``: nobody looks at single attempts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One evaluation."""
+
+    told: Told
+    runner: EpisodeRunner
+    turns: TurnScores | None
+    """Process rewards; ``None`` where there are none."""
+    gate: asyncio.Semaphore
+
 
 class Evaluator:
-    """Measures the mean reward on the held-out tasks."""
+    """Attempts the held-out tasks."""
 
     def __init__(self, parts: Serving, *, samples: int, temperature: float | None, run_seed: int) -> None:
-        sampling = msgspec.structs.replace(parts.sampling, record_kept=False, record_routing=False)
+        sampling = msgspec.structs.replace(
+            parts.sampling, record_kept=False, record_routing=False, record_entropy=False
+        )  # fmt: skip
         if temperature is not None:
             sampling = msgspec.structs.replace(sampling, temperature=temperature)
         self._parts = parts
@@ -30,62 +67,110 @@ class Evaluator:
         self._run_seed = run_seed
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
-        """The mean reward over all attempts; ``None`` where there are no held-out tasks.
-
-        An attempt that fails counts as 0, and ``warn`` hears of it; :class:`EnvError` if all of them do.
-        """
-        parts = self._parts
-        if not parts.eval_tasks:
+        """The mean reward over all attempts; ``None`` where there are no held-out tasks. See :meth:`rewards`."""
+        if not self._parts.eval_tasks:
             return None
+        rewards = await self.rewards(Told(on_tokens=on_tokens, warn=warn))
+        return mean_of([sum(task) / len(task) for task in rewards]).value
+
+    async def rewards(self, told: Told) -> list[list[float]]:
+        """The reward of every attempt, by task. One that fails counts as 0, and is warned of; :class:`EnvError` if all
+        of them do."""
+        parts = self._parts
+        async with asyncio.TaskGroup() as group:
+            turns = None
+            if parts.turn_scorer is not None:
+                whole = parts if parts.segments is None else replace(parts, segments=lambda _: ())
+                turns = TurnScores(whole, parts.turn_scorer, group, nullcontext)  # no entropies are there to cut by
+            gate = asyncio.Semaphore(MAX_AT_ONCE)
+            trial = _Trial(told=told, runner=self._runner(told, turns), turns=turns, gate=gate)
+            rows = [group.create_task(self._row(trial, row)) for row in range(len(parts.eval_tasks))]
+        episodes = [row.result() for row in rows]
+        failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
+        self._tell_of(failures, len(rows) * self._samples, told.warn)
+        return [[episode.reward or 0.0 for episode in row] for row in episodes]
+
+    def _tell_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
+        if not failures:
+            return
+        cause, times = failures.most_common(1)[0]
+        if failures.total() == num_attempts:
+            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy="mend the reward")
+        failed = failures.total()
+        warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
+
+    def _runner(self, told: Told, turns: TurnScores | None) -> EpisodeRunner:
+        parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
             env=parts.env,
             sampling=self._sampling,
             run_seed=self._run_seed + 1,  # other draws than training's
-            on_tokens=on_tokens,
+            on_tokens=told.on_tokens,
+            agents=parts.agents,
             chat=parts.chat,
             limits=parts.limits,
             timeout_s=parts.episode_timeout_s,
             retries=parts.episode_retries,
         )
-        gate = asyncio.Semaphore(MAX_AT_ONCE)
-        async with asyncio.TaskGroup() as group:
-            attempts = [
-                group.create_task(self._attempt(runner, row, sample, gate))
-                for row in range(len(parts.eval_tasks))
-                for sample in range(self._samples)
-            ]
-        outcomes = [attempt.result() for attempt in attempts]
-        rewards = [outcome for outcome in outcomes if isinstance(outcome, float)]
-        if not rewards:
-            raise EnvError(
-                f"no held-out task could be scored; the first failed with {outcomes[0]}", remedy="mend the reward"
-            )
-        failures = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
-        if failures:
-            cause, times = failures.most_common(1)[0]
-            failed = failures.total()
-            warn(f"{failed} of {len(outcomes)} held-out attempts failed and count as 0; {times} of them: {cause}")
-        return sum(rewards) / len(outcomes)
+        if turns is None:
+            return runner
+        return replace(
+            runner,
+            on_turn=lambda key, prompt_ids_T, turn: turns.turn_ended(
+                key, parts.eval_tasks[key.group], prompt_ids_T, turn
+            ),
+        )
 
-    async def _attempt(self, runner: EpisodeRunner, row: int, sample: int, gate: asyncio.Semaphore) -> float | str:
+    async def _row(self, trial: _Trial, row: int) -> list[Episode]:
+        """All attempts at one task."""
+        async with asyncio.TaskGroup() as group:
+            attempts = [group.create_task(self._attempt(trial, row, sample)) for sample in range(self._samples)]
+        episodes = [attempt.result() for attempt in attempts]
+        left = [episode for episode in episodes if episode.status is EpisodeStatus.FINISHED]
+        if left:  # they are scored as a group
+            await self._score(trial, left)
+        return episodes
+
+    async def _attempt(self, trial: _Trial, row: int, sample: int) -> Episode:
         parts = self._parts
-        task = parts.eval_tasks[row]
-        async with gate:
-            episode = await runner.run(EpisodeKey(row, sample), task)
-            if episode.status is EpisodeStatus.FAILED:
-                return episode.cause
-            if episode.reward is not None:
-                return episode.reward
-            scores = await parts.scorer.score(task, (completion_text(parts, episode),))
-            runner.on_tokens(0)  # a reward is progress too
-        graded = scores.of(0)
-        return graded.failure or (graded.reward if graded.reward is not None else "reward_none")
+        async with trial.gate:
+            episode = await trial.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
+            if episode.status is not EpisodeStatus.FINISHED:
+                if trial.turns is not None:
+                    trial.turns.forget(episode.key)
+                await self._keep(trial, episode)
+            elif episode.reward is not None:  # its environment has said how much
+                await self._grade(trial, episode, Graded(reward=episode.reward))
+            elif not parts.scorer.by_group:
+                await self._score(trial, [episode])
+        return episode
+
+    async def _score(self, trial: _Trial, episodes: Sequence[Episode]) -> None:
+        texts = tuple(completion_text(self._parts, episode) for episode in episodes)
+        scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts)
+        for note in scores.notes:
+            trial.told.warn(note)
+        for place, episode in enumerate(episodes):
+            await self._grade(trial, episode, scores.of(place))
+
+    async def _grade(self, trial: _Trial, episode: Episode, graded: Graded) -> None:
+        if trial.turns is not None:
+            graded = await trial.turns.add(episode, graded)
+        settle(episode, graded)
+        await self._keep(trial, episode)
+
+    async def _keep(self, trial: _Trial, episode: Episode) -> None:
+        trial.told.on_tokens(0)  # a reward is progress too
+        if trial.told.keep is not None:
+            await trial.told.keep(episode)
+        episode.turns.clear()  # thousands of attempts need not be held until the end
 
 
 def completion_text(parts: Serving, episode: Episode) -> str:
     """What the policy wrote in the last of its turns, as text; the stop token is not part of it."""
-    sampled = [turn.tokens.ids_T.tolist() for turn in episode.turns if turn.stop_reason is not None]
+    turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT]
+    sampled = [turn.tokens.ids_T.tolist() for turn in turns if turn.stop_reason is not None]
     ids = sampled[-1] if sampled else []
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]

@@ -11,6 +11,7 @@ from headrace.flow.filters import (
     FilterContext,
     FilterSection,
     apply_filters,
+    compared,
     reopened,
     rewards_of,
 )
@@ -105,7 +106,7 @@ def commonest_cause(episodes: Sequence[Episode]) -> str:
 
 
 def have_signal(groups: Sequence[ScoredGroup]) -> bool:
-    """Whether rewards differ within a group, or between groups of one: otherwise there is nothing to prefer."""
-    rewards = [set(rewards_of(group.counted)) for group in groups]
-    alone = [one for one, group in zip(rewards, groups, strict=True) if len(group.counted) == 1]
-    return any(len(one) > 1 for one in (*rewards, set().union(*alone)))
+    """Whether rewards that are compared differ within a group, or between groups of one: otherwise there is nothing to
+    prefer."""
+    alone = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
+    return len(alone) > 1 or any(len(set(rewards)) > 1 for group in groups for rewards in compared(group.counted))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.types.observation import Event, StepRecord
+from headrace.types.observation import Event, LiveState, StepRecord
 from headrace.types.trace import Span
+
+MOST_KEPT = 4096
+"""Spans that wait to be told."""
 
 
 class Observer(Protocol):
@@ -24,14 +27,24 @@ class Observer(Protocol):
         """Parts were busy."""
         ...
 
+    def update(self, state: LiveState) -> None:
+        """The present moment, a few times a second."""
+        ...
+
 
 class Observers:
-    """Several observers as one."""
+    """Several observers as one.
+
+    Spans, of which a run has thousands a second, are kept and told together: before the end of a step is told, and
+    before the present moment is. Whoever closes an observer tells it with :meth:`flush` what is left.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
+        self._spans: list[Span] = []
 
     def step(self, record: StepRecord) -> None:
+        self.flush()
         for observer in self._observers:
             observer.step(record)
 
@@ -39,6 +52,25 @@ class Observers:
         for observer in self._observers:
             observer.event(event)
 
+    def span(self, span: Span) -> None:
+        """Keep one."""
+        self._spans.append(span)
+        if len(self._spans) >= MOST_KEPT:
+            self.flush()
+
     def spans(self, spans: Sequence[Span]) -> None:
+        self._spans += spans
+        if len(self._spans) >= MOST_KEPT:
+            self.flush()
+
+    def update(self, state: LiveState) -> None:
+        self.flush()
         for observer in self._observers:
-            observer.spans(spans)
+            observer.update(state)
+
+    def flush(self) -> None:
+        """Tell the spans that are kept."""
+        if self._spans:
+            spans, self._spans = self._spans, []
+            for observer in self._observers:
+                observer.spans(spans)

@@ -11,10 +11,12 @@ from headrace.engine import Crew, Engine
 from headrace.env import Environment
 from headrace.learner import Learner
 from headrace.rollout import UNLIMITED, Chat, Limits
+from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.scoring import Scorer, TurnScorer
 from headrace.types.sampling import Sampling
 from headrace.types.scored import Credit, ScoredGroup
 from headrace.types.task import Task
+from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt
 
 
@@ -34,6 +36,8 @@ class Serving:
     """Prompt and completion together may be this long."""
     decode: Callable[[Sequence[int]], str]
     """Ids of a completion to the text that is scored."""
+    agents: Agents = POLICY_ALONE
+    """Who answers under which name; those with frozen weights have engines of their own."""
     chat: Chat | None = None
     """Writes and reads the messages of the model; ``None``: the environment asks in tokens."""
     limits: Limits = UNLIMITED
@@ -42,8 +46,14 @@ class Serving:
     """How long an attempt may take; ``None``: no limit."""
     turn_scorer: TurnScorer | None = None
     """Scores turns while their episode goes on; ``None``: nobody does."""
+    segments: Callable[[Tokens], Sequence[int]] | None = None
+    """Where the segments of a turn begin that process rewards grade, the first aside; ``None``: they grade turns."""
     episode_retries: int = 0
     """How often an episode whose environment failed is attempted again."""
+
+    def num_steps(self) -> int:
+        """Steps of all engines: while it grows, answers are on their way."""
+        return sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
+from headrace.control.measuring import (
+    age_metrics,
+    episode_metrics,
+    group_metrics,
+    part_means,
+    part_metrics,
+    straggler_s,
+    wasted_tokens,
+)
 from headrace.control.state import WINDOW_S, RunState
-from headrace.types.episode import Episode
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
-from headrace.types.observation import Fractions, LiveState, QueueCounts, StepRecord
+from headrace.types.observation import Account, LiveState, QueueCounts, StepRecord
 from headrace.types.scored import ScoredGroup
 
 
@@ -21,6 +30,8 @@ class StepDone:
     """One step, as the learning loop saw it."""
 
     groups: list[ScoredGroup]
+    ordered_s: float
+    """When the batch was given to the learner, on the clock."""
     report: StepReport
     ages: dict[int, int]
     """Trained tokens by age in versions."""
@@ -32,64 +43,65 @@ class StepDone:
 
 def step_record(state: RunState, done: StepDone) -> StepRecord:
     """What ``metrics.jsonl`` keeps of one step."""
-    report = done.report
-    episodes = [episode for group in done.groups for episode in group.scored]
+    report, tally = done.report, state.tally
+    batch = {group.number: group.scored for group in done.groups}
+    episodes = list(chain(*batch.values()))
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    sampled, state.tally.fresh_rewards = state.tally.fresh_rewards, []
-    eval_version, state.tally.fresh_eval = state.tally.fresh_eval, None
+    sampled, tally.fresh_rewards = tally.fresh_rewards, []
+    eval_version, tally.fresh_eval = tally.fresh_eval, None
+    held_back_s, tally.held_back_s = tally.held_back_s, 0.0
+    attempts = state.attempts.take(group.number for group in done.groups)
+    state.attempts.keep(state.flow.state.groups)
+    of_episodes = episode_metrics(batch, attempts)
     return StepRecord(
         step=report.step,
         version=report.step + 1,
         clock_s=state.parts.clock.now(),
         wall_s=state.wall_s,
+        unix_s=state.parts.clock.wall(),
         reward_mean=statistics.fmean(rewards) if rewards else None,
         reward_sampled=statistics.fmean(sampled) if sampled else None,
-        reward_std=statistics.pstdev(rewards) if rewards else None,
+        reward_std=float(np.std(rewards)) if rewards else None,
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
-        eval_accuracy=None if eval_version is None else state.tally.evals[eval_version],
+        eval_accuracy=None if eval_version is None else tally.evals[eval_version],
         eval_version=eval_version,
-        metrics={**report.metrics, **_spread(done.ages), **_tuned(state), **_parts(episodes)},
+        length_mean=of_episodes.pop("length_mean", None),
+        metrics={
+            **report.metrics,
+            **age_metrics(done.ages),
+            **_tuned_and_grown(state),
+            **part_means(episodes),
+            **of_episodes,
+            **group_metrics(done.groups, episodes),
+            **part_metrics(state, len(episodes)),
+            **state.system,
+        },
         trained_tokens=report.trained_tokens,
         generated_tokens=tokens_generated(state),
         seconds=report.seconds,
         wait_s=done.waited_s,
         exposed_sync_s=done.exposed_s,
-        commit_gap_s=state.tally.commit_gaps_s[-1] if state.tally.commit_gaps_s else None,
+        straggler_s=straggler_s(attempts.values(), (done.ordered_s - done.waited_s, done.ordered_s)),
+        held_back_s=held_back_s,
+        commit_gap_s=tally.commit_gaps_s[-1] if tally.commit_gaps_s else None,
         ages=done.ages,
         queue=queue_counts(state),
-        length_mean=statistics.fmean(episode.num_sampled for episode in episodes) if episodes else None,
         dropped_groups=dict(state.flow.state.dropped),
-        set_aside_episodes=dict(state.tally.set_aside),
-        dropped_tokens=dict(state.tally.dropped_tokens),
+        set_aside_episodes=dict(tally.set_aside),
+        dropped_tokens=dict(tally.dropped_tokens),
+        wasted_tokens=wasted_tokens(state),
     )
 
 
-def _parts(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The mean of each component of the reward."""
-    values: dict[str, list[float]] = {}
-    for episode in episodes:
-        for name, value in episode.parts.items():
-            values.setdefault(f"reward/{name}", []).append(value)
-    return {name: statistics.fmean(each) for name, each in values.items()}
-
-
-def _spread(ages: dict[int, int]) -> dict[str, float]:
-    """How far apart the versions of the batch's tokens are: newest − oldest, and their standard deviation."""
-    if not ages:
-        return {}
-    values, weights = np.array(list(ages), np.float64), np.array(list(ages.values()), np.float64)
-    deviation = float(np.sqrt(np.average((values - np.average(values, weights=weights)) ** 2, weights=weights)))
-    return {"version_spread": float(values.max() - values.min()), "version_std": deviation}
-
-
-def _tuned(state: RunState) -> dict[str, float]:
-    """The limits that the run finds by itself, as they are now."""
+def _tuned_and_grown(state: RunState) -> dict[str, float]:
+    """The limits that the run finds by itself, as they are now; pivots and branches since the last step."""
     config, limits = state.flow_config, state.flow.state.limits
+    pivots, state.tally.fresh_pivots = state.tally.fresh_pivots, Counter()
     tuned: dict[str, float] = {"max_age": limits.max_age} if config.max_age == "auto" else {}
     if config.capacity == "auto" and limits.capacity is not None:
         tuned["capacity"] = limits.capacity
-    return tuned
+    return tuned | {f"pivots/{name}": float(count) for name, count in pivots.items()}
 
 
 def tokens_generated(state: RunState) -> int:
@@ -113,17 +125,15 @@ def training_s(state: RunState) -> float:
     return (state.training_until_s or state.parts.clock.now()) - state.training_from_s
 
 
-def fractions(state: RunState) -> Fractions:
-    """Where the time of the training phase went."""
-    wall_s = training_s(state)
-    if wall_s <= 0:
-        return Fractions()
+def account(state: RunState) -> Account:
+    """Where the time of the training phase went, by the counters of the parts."""
     stats = state.engine_after or state.parts.engine.stats()
-    busy_s = stats.busy_s - state.engine_before.busy_s
-    return Fractions(
-        engine_idle=_unit(1 - busy_s / wall_s),
-        learner_idle=_unit(1 - state.tally.learner_busy_s / wall_s),
-        sync=_unit(state.tally.exposed_sync_s / wall_s),
+    return Account(
+        seconds=training_s(state),
+        engine_busy_s=stats.busy_s - state.engine_before.busy_s,
+        learner_busy_s=state.tally.learner_busy_s,
+        sync_s=state.tally.exposed_sync_s,
+        exposed_sync_s=state.tally.exposed_sync_s,
     )
 
 
@@ -154,13 +164,9 @@ def live_state(state: RunState) -> LiveState:
         trained_tok_s=(trained - trained_then) / window_s,
         queue=queue_counts(state),
         ages=dict(sorted(tally.ages.items())),
-        fractions=fractions(state),
+        account=account(state) if state.training_from_s is not None else None,
         waits=state.board.table(),
         warnings=tuple(state.warnings),
         sample=tally.last_sample,
         sample_reward=tally.last_sample_reward,
     )
-
-
-def _unit(value: float) -> float:
-    return min(1.0, max(0.0, value))

@@ -7,12 +7,14 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.control.attempts import Attempts
 from headrace.control.board import Board
 from headrace.control.config import RunSection
 from headrace.control.observer import Observers
 from headrace.control.parts import Parts
 from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
+from headrace.types.episode import EpisodeKey
 from headrace.types.messages.controller import EngineStats
 from headrace.types.observation import Event, Recovery
 from headrace.types.trace import Span
@@ -36,6 +38,20 @@ class Warned:
 
 
 @dataclass(slots=True, kw_only=True)
+class Mark:
+    """How things stood at the end of the last step."""
+
+    clock_s: float | None = None
+    """``None`` before the first."""
+    stats: EngineStats | None = None
+    """The same."""
+    learner_busy_s: float = 0.0
+    """As in :class:`Tally`."""
+    tokens_trained: int = 0
+    """The same."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Tally:
     """Running totals of this life of the run."""
 
@@ -56,10 +72,19 @@ class Tally:
     """Mean reward of every step."""
     set_aside: Counter[str] = field(default_factory=Counter)
     """Episodes that were left out of groups or masked, by reason."""
+    fresh_pivots: Counter[str] = field(default_factory=Counter)
+    """Pivots since the last step, their branches, and what became of them."""
     fresh_rewards: list[float] = field(default_factory=list)
     """Rewards given since the last step, those of dropped groups included."""
+    fresh_lengths: list[int] = field(default_factory=list)
+    """Sampled tokens of the episodes that ended since the last step, those of dropped groups included."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of trained groups that could carry no loss."""
+    wasted_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of episodes and groups that scoring has seen, and that will not be trained, by reason."""
+    held_back_s: float = 0.0
+    """Since the last step: as many groups ran as may, and no request waited for the engine."""
+    mark: Mark = field(default_factory=Mark)
     versions: list[int] = field(default_factory=list)
     """Committed, in order."""
     recoveries: list[Recovery] = field(default_factory=list)
@@ -95,6 +120,10 @@ class RunState:
     flow: Flow
     board: Board
     observers: Observers
+    attempts: Attempts
+    """What is noted of groups while they run."""
+    system: dict[str, float] = field(default_factory=dict)
+    """Memory and processor time of the run's processes, as last measured, under the names of metrics."""
     curriculum: Curriculum | None = None
     """Picks the rows, and wants to hear how they did; ``None`` without one."""
     tally: Tally = field(default_factory=Tally)
@@ -155,8 +184,13 @@ class RunState:
     def span(self, lane: str, name: str, start_s: float, step: int = -1, *, end_s: float | None = None) -> None:
         """A lane was at ``name`` from ``start_s`` until ``end_s``, or until now."""
         until_s = self.parts.clock.now() if end_s is None else end_s
-        span = Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step)
-        self.observers.spans([span])
+        self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step))
+
+    def episode_ended(self, key: EpisodeKey, start_s: float) -> None:
+        """An episode ran from ``start_s`` until now."""
+        end_s, (group, place) = self.parts.clock.now(), key
+        self.attempts.ended(group, end_s)
+        self.observers.span(Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=f"{group}.{place}"))
 
     @property
     def stop_asked(self) -> bool:

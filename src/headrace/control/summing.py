@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.control.recording import fractions, tokens_generated, training_s
+from headrace.control.recording import account, tokens_generated, training_s
 from headrace.control.state import RunState
 from headrace.control.summary import CommitGap, LedgerSummary, Summary, UnitFates
 from headrace.flow.ledger.base import Conservation, Fates
@@ -23,7 +23,7 @@ def summarize(
     wall_s = training_s(state)
     rewards = [reward for reward in tally.rewards if reward is not None]
     last = rewards[-max(1, len(rewards) // 10) :]
-    shares = fractions(state)
+    shares = account(state)
     generated = tokens_generated(state) if state.training_from_s is not None else 0
     gaps_ms = np.array(tally.commit_gaps_s or [0.0]) * 1e3
     return Summary(

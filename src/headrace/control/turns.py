@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from headrace.clock import off_loop
-from headrace.control.state import RunState
+from headrace.control.parts import Serving
+from headrace.rollout.branches import split
 from headrace.scoring import Graded, TurnScorer
-from headrace.types.episode import Episode, EpisodeKey, Turn
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn, Tokens
-
-LANE = "scoring turns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     tokens: Tokens
     """By which the turn is known again."""
+    start: int
+    """Which of them is the first of the segment that is scored; 0 where it is the turn as a whole."""
     scoring: asyncio.Task[Graded]
 
 
@@ -26,52 +32,94 @@ class TurnScores:
     """The process rewards of the episodes that run.
 
     A turn is scored as soon as it has been sampled; its episode is told nothing of it. When the episode has come to its
-    end, :meth:`join` waits for those that are still on their way. How many are at once is bounded by the episodes that
+    end, :meth:`add` waits for those that are still on their way. How many are at once is bounded by the episodes that
     run; how many of them are computed, by the workers.
+
+    Where turns are cut into segments (``parts.segments``), each of these is scored and becomes a turn of its own, and
+    their process rewards do not count in the episode's: they stand beside it.
     """
 
-    def __init__(self, state: RunState, scorer: TurnScorer, tasks: asyncio.TaskGroup) -> None:
-        self._state = state
+    def __init__(
+        self,
+        parts: Serving,
+        scorer: TurnScorer,
+        tasks: asyncio.TaskGroup,
+        asking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """``asking`` is entered while a score is waited for."""
+        self._parts = parts
         self._scorer = scorer
         self._tasks = tasks
+        self._asking = asking
         self._asked: dict[EpisodeKey, list[_Asked]] = {}
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
         """A turn has been sampled after ``prompt_ids_T``."""
-        asked = self._asked.setdefault(key, [])
-        scoring = self._score(task, prompt_ids_T, turn, len(asked))
-        asked.append(_Asked(tokens=turn.tokens, scoring=self._tasks.create_task(scoring)))
+        asked, ids_T = self._asked.setdefault(key, []), turn.tokens.ids_T
+        cuts = () if self._parts.segments is None else self._parts.segments(turn.tokens)
+        bounds = [0, *cuts, len(ids_T)]
+        for start, end in itertools.pairwise(bounds):
+            history_T = np.concatenate([prompt_ids_T, ids_T[:start]])
+            scoring = self._tasks.create_task(self._score(task, history_T, ids_T[start:end], len(asked)))
+            asked.append(_Asked(tokens=turn.tokens, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
         """Nobody needs the scores of that episode any more."""
         for asked in self._asked.pop(key, ()):
             asked.scoring.cancel()
 
-    async def join(self, episode: Episode) -> Graded:
+    async def add(self, episode: Episode, graded: Graded) -> Graded:
+        """What a whole episode earned, and what its turns did."""
+        turns = await self._join(episode)
+        both = {**graded.parts, **turns.parts}
+        parts = {label: both[label] for label in self._scorer.labels if label in both}
+        if graded.reward is None or turns.reward is None:
+            return replace(graded if graded.reward is None else turns, parts=parts)
+        return Graded(reward=graded.reward + turns.reward, parts=parts)
+
+    async def _join(self, episode: Episode) -> Graded:
         """Add to the turns of an episode what they earned, and say what became of its components.
 
         Turns that it does not hold any more, of an attempt that was made again for one, do not count.
         """
         held = {id(turn.tokens): place for place, turn in enumerate(episode.turns)}
-        asked = {held[id(one.tokens)]: one for one in self._asked.pop(episode.key, ()) if id(one.tokens) in held}
-        graded = [await one.scoring for one in asked.values()]
+        asked = [one for one in self._asked.pop(episode.key, ()) if id(one.tokens) in held]
+        graded = [await one.scoring for one in asked]
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
             return replace(failed, failure=failed.failure or "reward_none")
+        if self._parts.segments is not None:
+            places = [(held[id(one.tokens)], one.start) for one in asked]
+            _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
+            return Graded(reward=0.0, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
-        for place, share in zip(asked, shares, strict=True):
+        for one, share in zip(asked, shares, strict=True):
+            place = held[id(one.tokens)]
             turn = episode.turns[place]
             episode.turns[place] = replace(turn, reward=(turn.reward or 0.0) + share)
         return Graded(reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
 
-    async def _score(self, task: Task, prompt_ids_T: IntColumn, turn: Turn, number: int) -> Graded:
-        parts = self._state.parts
-        ids = turn.tokens.ids_T.tolist()
+    async def _score(self, task: Task, history_T: IntColumn, ids_T: IntColumn, number: int) -> Graded:
+        parts = self._parts
+        ids = ids_T.tolist()
         if ids and ids[-1] in parts.sampling.stop_ids:
             ids = ids[:-1]
-        history, text = await off_loop(lambda: (parts.decode(prompt_ids_T.tolist()), parts.decode(ids)))
-        start_s = parts.clock.now()
-        with self._state.board.asking("scoring", "a process reward", of="scoring workers"):
-            graded = await self._scorer.score_turn(task, text, history, number)
-        self._state.span(LANE, "turn", start_s)
-        return graded
+        history, text = await off_loop(lambda: (parts.decode(history_T.tolist()), parts.decode(ids)))
+        with self._asking():
+            return await self._scorer.score_turn(task, text, history, number)
+
+
+def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
+    """Cut turns into their segments: ``graded`` has the turn, the first token and the process reward of each."""
+    for place in sorted({place for place, _, _ in graded}, reverse=True):
+        segments = [(start, reward) for turn, start, reward in graded if turn == place]
+        split(turns, place, [start for start, _ in segments[1:]])
+        for number, (_, reward) in enumerate(segments, start=place):
+            turns[number] = replace(turns[number], process=reward)
+
+
+def settle(episode: Episode, graded: Graded) -> None:
+    """It is scored, or has failed."""
+    episode.reward, episode.parts = graded.reward, dict(graded.parts)
+    episode.cause = graded.failure or ("reward_none" if graded.reward is None else "")
+    episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED

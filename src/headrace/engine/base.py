@@ -58,8 +58,8 @@ class RequestOptions:
 PLAIN = RequestOptions()
 
 
-class Engine(Protocol):
-    """An engine as the rollouts see it."""
+class TokenSource(Protocol):
+    """What answers."""
 
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
@@ -70,6 +70,10 @@ class Engine(Protocol):
         withdraws the request. Raises :class:`~headrace.errors.RequestError` for a request that cannot be served.
         """
         ...
+
+
+class Engine(TokenSource, Protocol):
+    """An engine as the rollouts see it."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """The logprob of each token but the first under the weights in use, by one prefill; under the tokens' own

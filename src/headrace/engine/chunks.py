@@ -42,6 +42,7 @@ def token_chunk(chunk: Chunk) -> TokenChunk:
             versions_T=chunk.versions_T,
             kept=chunk.kept,
             routing=chunk.routing,
+            entropies_T=chunk.entropies_T,
         ),
         stop_reason=StopReason(chunk.stop_reason) if chunk.stop_reason else None,
         request_id=chunk.request_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -37,10 +37,36 @@ class Answering(Protocol):
         ...
 
 
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become certain of an answer that is still being sampled."""
+
+    num_prompt_tokens: int
+    """That the model has read for it."""
+    reasoning: str = ""
+    """To be appended to what came before."""
+    content: str = ""
+    """To be appended to what came before; nothing of the reasoning comes after it."""
+
+
+Hear = Callable[[Piece], None]
+"""Told of an answer while it is sampled. The pieces together are the reasoning and the content of the whole message;
+calls of tools come with the whole alone."""
+
+
 class OpenEpisode(Answering, Protocol):
     """An episode that is under way: it answers, and keeps what was sampled."""
 
     key: EpisodeKey
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: ChatOptions = AS_THE_RUN,
+        hear: Hear | None = None,
+    ) -> Reply:
+        """As anybody is answered; ``hear`` is told what becomes certain of it meanwhile."""
+        ...
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """How many tokens the model would read for an answer to these."""
@@ -62,6 +88,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What it earned; ``None`` where the run's reward function is to say."""
     turn_rewards: dict[int, float] = {}
     """What of it was earned at single turns."""
+    agent_rewards: dict[str, float] = {}
+    """What each agent earned, where that is told apart."""
     trained: tuple[int, ...] | None = None
     """The sampled turns that carry loss; ``None``: all of them."""
 

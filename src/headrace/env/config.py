@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.env.agents import RESERVED, AgentConfig
 from headrace.env.curriculum import CurriculumConfig
 from headrace.errors import ConfigError
 from headrace.scoring import AnyReward, FunctionReward, RewardConfig
@@ -16,6 +17,10 @@ from headrace.scoring import AnyReward, FunctionReward, RewardConfig
 class DataConfig(Section):
     """Where the tasks come from: one row is one task."""
 
+    count: int | None = Field(default=None, ge=1)
+    """In place of ``path``, for environments that make their own tasks: so many rows ``{"number": 0}``, ..."""
+    eval_count: int | None = Field(default=None, ge=1)
+    """In place of ``eval_path``: so many held-out rows, whose numbers follow those of ``count``."""
     path: str = ""
     """A ``.jsonl``, ``.csv`` or ``.parquet`` file; its columns are what the reward sees. Empty where rows are handed
     over in Python."""
@@ -31,19 +36,36 @@ class DataConfig(Section):
     curriculum: CurriculumConfig | None = None
     """Attempt rows by how often they are solved, instead of each once per epoch; unset: no curriculum."""
 
+    @model_validator(mode="after")
+    def _rows_have_one_source(self) -> Self:
+        for path, count in (("path", "count"), ("eval_path", "eval_count")):
+            given = self.model_dump(include={path, count})
+            if given[path] and given[count]:
+                raise ConfigError(
+                    f"data.{path}={given[path]!r} and data.{count}={given[count]} are both set",
+                    remedy="leave one of them out",
+                )
+        return self
+
 
 class EnvConfig(Section):
     """What an attempt is, and how it is rewarded."""
 
-    kind: Literal["single_turn", "env", "rollout", "program"] = "single_turn"
+    kind: Literal["single_turn", "env", "rollout", "program", "bridge"] = "single_turn"
     """``single_turn``: the model reads the prompt and answers once. ``env``: a class with ``reset`` and ``step``.
     ``rollout``: an ``async def rollout(task, policy)``. ``program``: a command that speaks OpenAI's or Anthropic's
-    protocol."""
+    protocol. ``bridge``: an environment of another library, see docs/bridges.md."""
     entry: str = ""
-    """``file.py:name`` of that class or function. It runs in processes of its own, one object per episode."""
+    """``file.py:name`` of that class or function. It runs in processes of its own, one object per episode. Of a bridge:
+    ``LIBRARY/WHAT``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a bridge: those of the library, and those that its file in ``headrace.bridges`` names."""
     command: str | tuple[str, ...] = ""
     """The program, with its arguments: a list, or a text that is split at its spaces as a shell does. It is started for
     every episode, in a directory of its own; see docs/agents.md."""
+    agents: tuple[AgentConfig, ...] = ()
+    """Who answers under which name, a table ``[[env.agents]]`` for each: the policy under training, the weights that
+    the run begins with, an adapter, another model. Empty: every name is the policy under training."""
     workers: int = Field(default=1, ge=1)
     """Processes that environments run in."""
     concurrency: int | None = Field(default=None, ge=1)
@@ -173,6 +195,26 @@ class EnvConfig(Section):
         return self.kind != "single_turn"
 
     @model_validator(mode="after")
+    def _agents_can_be_told_apart(self) -> Self:
+        names = [agent.name for agent in self.agents]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two env.agents are called {twice!r}", remedy="give one of them another name")
+        reserved = next((name for name in names if name in RESERVED), None)
+        if reserved is not None:
+            raise ConfigError(
+                f"env.agents: the name {reserved!r} is taken: {', '.join(sorted(RESERVED))} are authors in every "
+                "episode",
+                remedy="choose another name",
+            )
+        if names and self.kind not in ("rollout", "program", "bridge"):
+            raise ConfigError(
+                f"env.agents has no effect: with env.kind={self.kind!r} the policy under training answers alone",
+                remedy="set env.kind = 'rollout' or 'program', or leave env.agents out",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> Self:
         if self.kind == "program":
             self._refuse_no_program()
@@ -184,7 +226,12 @@ class EnvConfig(Section):
         elif self.remote and not self.entry:
             raise ConfigError(
                 f"env.kind={self.kind!r} needs env.entry, which is not set",
-                remedy="set env.entry = 'my_env.py:MyEnv'",
+                remedy=f"set env.entry = {_ENTRIES[self.kind]!r}",
+            )
+        if self.options and self.kind != "bridge":
+            raise ConfigError(
+                f"env.options has no effect: env.kind={self.kind!r} takes none",
+                remedy="set env.kind = 'bridge', or leave env.options out",
             )
         if not self.remote and self.entry:
             raise ConfigError(
@@ -192,3 +239,11 @@ class EnvConfig(Section):
                 remedy="set env.kind = 'env' or 'rollout', or leave env.entry out",
             )
         return self
+
+
+_ENTRIES = {
+    "env": "my_env.py:MyEnv",
+    "rollout": "my_env.py:rollout",
+    "bridge": "reasoning_gym/basic_arithmetic",
+}
+"""What ``env.entry`` looks like, by ``env.kind``."""

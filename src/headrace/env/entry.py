@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.config.user_code import find_in_file, load_file
 from headrace.env.interface import Env, StepResult, as_messages
@@ -19,12 +19,16 @@ from headrace.env.tools import call_tools, tool_functions
 from headrace.errors import BudgetSpent, ConfigError, EnvError, EpisodeError
 from headrace.types.chat import Message, Reply
 
+K = TypeVar("K")
 Rollout = Callable[[Mapping[str, Any], Policy], Awaitable[Episode]]
 """Attempts a row."""
 
 
-def load_entry(kind: str, reference: str, executor: Executor) -> Rollout:
+def load_entry(
+    kind: str, reference: str, executor: Executor, adapt: Callable[[Any], Any] = lambda found: found
+) -> Rollout:
     """Import what ``file.py:name`` names, or find the program of a command; plain functions run in ``executor``.
+    ``adapt`` may put something else in the place of what was imported.
 
     Raises :class:`~headrace.errors.EnvError` for a file that fails, and for a name of another kind.
     """
@@ -35,7 +39,7 @@ def load_entry(kind: str, reference: str, executor: Executor) -> Rollout:
         found = vars(load_file(path))[name]
     except ConfigError as error:
         raise EnvError(f"env.entry={reference!r}: {error.problem}", remedy=error.remedy) from None
-    return _KINDS[kind](found, reference, executor)
+    return _KINDS[kind](adapt(found), reference, executor)
 
 
 def _env(found: Any, reference: str, executor: Executor) -> Rollout:
@@ -44,7 +48,12 @@ def _env(found: Any, reference: str, executor: Executor) -> Rollout:
             f"env.entry={reference!r} is {found!r}, and env.kind='env' needs a class that inherits headrace.Env",
             remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
-    return partial(_play, found, executor)
+    return as_rollout(found, executor)
+
+
+def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
+    """What attempts a row with ``found``: an ``async def rollout(task, policy)``, or what makes an :class:`Env`."""
+    return _checking(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
 
 
 def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
@@ -53,13 +62,13 @@ def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
             f"env.entry={reference!r} is {found!r}, and env.kind='rollout' needs an async function of two parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
+    return as_rollout(found, executor)
 
+
+def _checking(found: Callable[..., Awaitable[Any]]) -> Rollout:
     async def attempt(task: Mapping[str, Any], policy: Policy) -> Episode:
         returned = await found(task, policy)
-        if isinstance(returned, Episode):
-            as_reward(returned.reward)
-            return returned
-        return Episode(reward=as_reward(returned))
+        return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
 
     return attempt
 
@@ -69,10 +78,16 @@ _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "roll
 
 
 async def _program(program: Program, task: Mapping[str, Any], policy: Policy) -> Episode:
-    return Episode(reward=as_reward(await program.run(task, policy.variables)))
+    told = await program.run(task, policy.variables)
+    earned = told.get("agent_rewards") or {}
+    if not isinstance(earned, dict):
+        raise EpisodeError(
+            f"agent_rewards is a {type(earned).__name__}", remedy='print {"agent_rewards": {"first": 1.0}}'
+        )
+    return Episode(reward=as_reward(told.get("reward")), agent_rewards=_as_rewards(earned))
 
 
-async def _play(kind: type[Env], executor: Executor, task: Mapping[str, Any], policy: Policy) -> Episode:
+async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: Policy) -> Episode:
     """One episode of an environment: reset, then answers and steps until it is done or may have no more."""
     call = partial(_call, executor)
     env = await call(kind)
@@ -117,6 +132,28 @@ def _checked(result: Any) -> StepResult:
     if not result.done and not result.messages:
         raise EpisodeError("step returned neither messages nor done=True", remedy="return one of them")
     return result
+
+
+def _as_episode(returned: Episode) -> Episode:
+    """An episode of the user's, whose fields may hold anything."""
+    wrong: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
+    wrong += [turn for turn in returned.rewards if not isinstance(turn, int)]
+    if wrong:
+        raise EpisodeError(
+            f"the episode names an answer by a {type(wrong[0]).__name__}",
+            remedy="write rewards={reply.turn: 1.0} and trained=[reply]",
+        )
+    return Episode(
+        reward=as_reward(returned.reward),
+        rewards=_as_rewards(returned.rewards),
+        agent_rewards=_as_rewards({str(agent): value for agent, value in returned.agent_rewards.items()}),
+        trained=returned.trained,
+    )
+
+
+def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
+    """Those that are there."""
+    return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
 
 
 async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:

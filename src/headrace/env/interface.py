@@ -82,7 +82,7 @@ def as_messages(spoken: Messages) -> tuple[Message, ...]:
 def as_message(spoken: Any) -> Message:
     """One message as a record; :class:`~headrace.errors.EpisodeError` for what is none."""
     if isinstance(spoken, Message):
-        return spoken
+        spoken = msgspec.structs.asdict(spoken)  # its fields may hold anything
     if not isinstance(spoken, Mapping):
         raise _wrong(f"a message is a {type(spoken).__name__}, not a dict")
     tree = {**spoken, "content": spoken.get("content") or ""}
@@ -105,7 +105,7 @@ def _as_call(call: Any) -> Any:
     """A call as OpenAI's protocol nests it, or flat."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return {"id": call.get("id", ""), **call["function"]}
-    return msgspec.to_builtins(call) if isinstance(call, ToolCall) else call
+    return msgspec.structs.asdict(call) if isinstance(call, ToolCall) else call
 
 
 def _wrong(words: str) -> EpisodeError:

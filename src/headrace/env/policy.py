@@ -33,7 +33,8 @@ class Options(TypedDict, total=False):
     stop: Sequence[str]
     """The answer ends with the first of these strings, which is no part of its content."""
     agent: str
-    """Who answers: the name under which the turn stands in the episode."""
+    """Who answers: the name under which the turn stands in the episode. ``[[env.agents]]`` says whose weights that
+    are; several agents of one role are called ``role/0``, ``role/1``."""
 
 
 class Policy:
@@ -110,6 +111,10 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """What the episode earned; ``None``: the run's reward function is to say."""
     rewards: Mapping[int, float] = {}
     """What of it single answers earned, by ``reply.turn``."""
+    agent_rewards: Mapping[str, float] = {}
+    """What each agent earned, by its name: then its answers are credited with that alone, and compared with what agents
+    of its role earned in the group. ``reward`` is what is measured and filtered by; unset, the mean over agents whose
+    answers carry loss."""
     trained: Sequence[Reply] | None = None
     """The answers that carry loss (``not_chosen`` is why the others do not); ``None``: all of them."""
 

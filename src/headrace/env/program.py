@@ -2,7 +2,7 @@
 
 directory of its own ── task.json        HEADRACE_TASK names it
   command ── OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys: the session of this episode
-    stdout ── its last line may be {"reward": 1.0}
+    stdout ── its last line may be {"reward": 1.0}, or {"agent_rewards": {"first": 1.0, "second": -1.0}}
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Program:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (find_program(command), *command[1:])
 
-    async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
-        """One episode over a task's ``row``, with these environment variables; what the program says that it earned, as
-        it says it, ``None`` where it does not. :class:`~headrace.errors.EpisodeError` where it fails."""
+    async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
+        """One episode over a task's ``row``, with these environment variables; what the program says of it at its end,
+        nothing where it does not. :class:`~headrace.errors.EpisodeError` where it fails."""
         async with _task_file(row) as task, _pipe() as (out, said), _pipe() as (err, cried):
             told = program_environment({**variables, "HEADRACE_TASK": str(task)})
             async with self._running(task.parent, told, (out, err)) as process:
@@ -51,7 +51,7 @@ class Program:
             await _closed(said, cried)
         if code != 0:
             raise _failed(f"it {_exit_words(code)}{_last_words(cried)}", "mend the program")
-        return _reward(said.text())
+        return _last_said(said.text())
 
     @asynccontextmanager
     async def _running(
@@ -159,14 +159,14 @@ def _end_with(lifeline: int, group: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _reward(text: str) -> Any:
-    """What the last line says, if it is an object with a reward."""
+def _last_said(text: str) -> Mapping[str, Any]:
+    """What the last line says, if it is an object."""
     last = text.rstrip().rpartition("\n")[2]
     try:
         told = json.loads(last)
     except (ValueError, RecursionError):
-        return None
-    return told.get("reward") if isinstance(told, dict) else None
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _last_words(cried: _Tail) -> str:

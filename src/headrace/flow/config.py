@@ -10,6 +10,7 @@ from headrace.config import Section
 from headrace.errors import ConfigError
 from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
+from headrace.flow.pivots import PivotConfig
 from headrace.flow.policies import AnyPolicy, Bounded, PolicyConfig
 from headrace.flow.state import Limits
 
@@ -62,6 +63,9 @@ class FlowConfig(Section):
     filters: FiltersConfig = ()
     """Which scored groups, and which of their episodes, are trained: one table after the other, each sees what the one
     before it left. A dropped group is made up for by another."""
+
+    pivots: PivotConfig | None = None
+    """Resample failed episodes from within, and train the branches too; unset: no branches."""
 
     @property
     def first(self) -> int | None:

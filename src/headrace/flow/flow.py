@@ -5,6 +5,7 @@ Methods that decide are plain functions: they act at once or say "not yet". Whoe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,6 +80,8 @@ class Flow:
         self._buffer: dict[int, ScoredGroup] = {}
         self._recalled: dict[int, RecalledGroup] = {}
         self._unreleased: dict[int, tuple[int, ...]] = {}
+        self.wasted_tokens: Counter[str] = Counter()
+        """Tokens of groups that were ready and left untrained, in this life of the run, by reason."""
 
     # --- generation's side
 
@@ -144,7 +147,9 @@ class Flow:
 
     def drop(self, number: int, reason: str) -> None:
         """The group leaves untrained; its slot is free."""
-        self._buffer.pop(number, None)
+        ready = self._buffer.pop(number, None)
+        if ready is not None:
+            self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
         self._move([number], GroupState.DROPPED, reason=reason)
 
     # --- the learner's side

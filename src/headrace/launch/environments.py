@@ -28,6 +28,7 @@ def environment_pool(order: Order, start_worker: Callable[[EnvironmentStart], Aw
         entry=env.entry or shlex.join(env.argv),
         concurrency=env.episodes_at_once,
         block_s=env.block_s,
+        options=env.options,
         keep=_keep(env),
     )
     return EnvPool(
@@ -46,11 +47,12 @@ def environment_pool(order: Order, start_worker: Callable[[EnvironmentStart], Aw
 
 def _listening(order: Order) -> Listening | None:
     """How programs reach their episodes; ``None`` for environments that have none."""
-    if order.env.kind not in ("rollout", "program"):
+    if order.env.kind not in ("rollout", "program", "bridge"):
         return None
     from headrace.rollout.endpoint import Endpoint
 
-    return lambda warn: Endpoint.listening(order.sampling, clock=RealClock(), warn=warn)
+    agents = frozenset(agent.name for agent in order.env.agents)
+    return lambda warn: Endpoint.listening(order.sampling, clock=RealClock(), warn=warn, agents=agents)
 
 
 def episode_limits(order: Order) -> Limits:

@@ -3,6 +3,7 @@ of any other reaches the user as a cause.
 
 controller ──orders──▶ engine     steps                      ◀─┐
     │                  engine-n   where there are several      │
+    │      ──orders──▶ agent-x    steps too, with weights of its own, which stay: an agent of the environment
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers in shared memory
     │                  learner-n  its other ranks, which hear the orders of it
     │      ──orders──▶ scorer-n   calls the reward function
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
@@ -21,6 +23,8 @@ from typing import Any
 from headrace.clock import RealClock
 from headrace.control import Parts, Serving
 from headrace.control.credit import credit
+from headrace.control.segments import cuts_of
+from headrace.engine.remote import RemoteEngine
 from headrace.env import SingleTurn
 from headrace.errors import ComponentDied, DeadlineError
 from headrace.launch.child import LAST_WORDS_S, Child
@@ -30,7 +34,8 @@ from headrace.launch.environments import environment_pool, episode_limits
 from headrace.launch.order import Order, World
 from headrace.launch.processes import Processes, premises
 from headrace.models.load import read_config
-from headrace.types.observation import Event
+from headrace.rollout.agents import Agents
+from headrace.types.observation import Event, Recovery
 
 
 @asynccontextmanager
@@ -46,38 +51,43 @@ async def local_world(order: Order) -> AsyncIterator[World]:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _launched(order) as processes:
         pool, envs = _scorers(processes), environment_pool(order, processes.start_environment)
-        engines = processes.engines()
-        await engines.start()
+        engines, agents = processes.engines(), processes.agents()
+        for each in (engines, *agents.values()):
+            await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
-        async with _watched(processes, engines, pool, envs):
+        async with _watched(processes, [engines, *agents.values()], pool, envs):
             parts = Parts(
-                **_serving(order, engines, pool, envs),
+                **_serving(order, engines, agents, pool, envs),
                 crew=engines.fleet,
                 learner=learner_client,
                 tasks=order.tasks,
-                advantages=partial(credit, order.algo),
+                advantages=partial(credit, order.algo, branch_weight=order.branch_weight),
                 run_dir=order.run_dir,
                 interrupt=order.sync.interrupt,
             )
             yield World(
                 parts=parts,
-                components=lambda: processes.components(engines.restarts),
+                components=lambda: processes.components(_restarts([engines, *agents.values()])),
                 send_warnings_to=partial(_send_warnings, pool, envs),
-                send_recoveries_to=engines.send_recoveries_to,
+                send_recoveries_to=partial(_send_recoveries, [engines, *agents.values()]),
                 facts=processes.facts,
             )
 
 
 @asynccontextmanager
-async def local_serving(order: Order) -> AsyncIterator[Serving]:
-    """An engine with the weights of its model directory, and scoring workers: enough to evaluate."""
+async def local_serving(order: Order, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
+    """An engine with the weights of its model directory, or the ``remote`` one in its place, and workers: enough to
+    evaluate."""
     async with _launched(order) as processes:
         pool, envs = _scorers(processes), environment_pool(order, processes.start_environment)
-        engines = processes.engines(own_weights=True)
-        await engines.start()
-        async with _watched(processes, engines, pool, envs):
-            yield Serving(**_serving(order, engines, pool, envs))
+        engines, agents = processes.engines(own_weights=True), processes.agents()
+        started = [*([engines] if remote is None else []), *agents.values()]
+        for each in started:
+            await each.start()
+        async with _watched(processes, started, pool, envs):
+            serving = _serving(order, engines, agents, pool, envs)
+            yield Serving(**(serving if remote is None else {**serving, "engine": remote}))
 
 
 @asynccontextmanager
@@ -97,7 +107,7 @@ async def _launched(order: Order) -> AsyncIterator[Processes]:
 
 @asynccontextmanager
 async def _watched(
-    processes: Processes, engines: Engines, pool: ScoringStage, envs: EnvPool | None
+    processes: Processes, engines: Sequence[Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> AsyncIterator[None]:
     """The body runs when every process is ready, and while all of them live."""
     started = list(processes.children)
@@ -107,14 +117,25 @@ async def _watched(
         ranks = [child for child in watched if child.role.startswith("learner")]
         others = [[child] for child in watched if child not in ranks]
         tasks += [group.create_task(_watch(part)) for part in (*others, ranks) if part]
-        tasks += [group.create_task(engines.run()), group.create_task(pool.run())]
+        tasks += [group.create_task(each.run()) for each in engines] + [group.create_task(pool.run())]
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
         await _all_ready(started, pool, envs, processes.order.launch.start_timeout_s)
-        await engines.fleet.complete()  # what is ready joins at once; weights go to those that have joined
+        for each in engines:
+            await each.fleet.complete()  # what is ready joins at once; weights go to those that have joined
         yield
         for task in tasks:
             task.cancel()
+
+
+def _restarts(engines: Sequence[Engines]) -> Counter[str]:
+    """How often each engine was started again."""
+    return sum((each.restarts for each in engines), Counter[str]())
+
+
+def _send_recoveries(engines: Sequence[Engines], tell: Callable[[Recovery], None]) -> None:
+    for each in engines:
+        each.send_recoveries_to(tell)
 
 
 def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str], None]) -> None:
@@ -134,9 +155,15 @@ def _scorers(processes: Processes) -> ScoringStage:
     )
 
 
-def _serving(order: Order, engines: Engines, pool: ScoringStage, envs: EnvPool | None) -> dict[str, Any]:
+def _serving(
+    order: Order, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
+) -> dict[str, Any]:
     return {
         "engine": engines.fleet,
+        "agents": Agents(
+            known=frozenset(agent.name for agent in order.env.agents),
+            engines={name: each.fleet for name, each in agents.items()},
+        ),
         "scorer": pool.rubric,
         "turn_scorer": pool.rubric if pool.rubric.by_turn else None,
         "env": SingleTurn() if envs is None else envs,
@@ -149,6 +176,7 @@ def _serving(order: Order, engines: Engines, pool: ScoringStage, envs: EnvPool |
         "limits": episode_limits(order),
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
+        "segments": cuts_of(order.algo),
     }
 
 
@@ -180,7 +208,8 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
 async def _all_ready(children: list[Child], pool: ScoringStage, envs: EnvPool | None, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
-            await asyncio.wait([child.peer.ready for child in children])  # unlike gather, it cancels none of them
+            if children:
+                await asyncio.wait([child.peer.ready for child in children])  # unlike gather, it cancels none of them
             await pool.started()
             if envs is not None:
                 await envs.started()

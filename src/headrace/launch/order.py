@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,9 @@ class Order:
     learner: LearnerConfig
     algo: AlgoConfig
     env: EnvConfig
+    agents: Mapping[str, ModelConfig]
+    """What the engines of agents with weights of their own load, by name: they serve the weights of those
+    directories."""
     sync: SyncConfig
     launch: LaunchConfig
     devices: Devices
@@ -64,6 +67,8 @@ class Order:
     """Told what the parts were busy with."""
     on_event: Callable[[Event], None]
     """Told what is worth a line."""
+    branch_weight: float = 1.0
+    """λ of ``flow.pivots``, where there are branches."""
     repeats: Repeated | None = None
     """The recorded engine that a replay repeats; ``None``: this is none."""
 

@@ -24,16 +24,18 @@ from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Site
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient
-from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.config import threads
 from headrace.launch.engines import Engines, EngineTerms, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.order import Component, Facts, Order
 from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, ScorerStart, Start
+from headrace.models.config import ModelConfig
 from headrace.scoring import AnyReward
 from headrace.sync.config import Route
 from headrace.types.messages import engine, environment, learner, scorer
+from headrace.types.trace import in_lane
 from headrace.types.versions import NOT_SAMPLED
 
 
@@ -55,6 +57,16 @@ class Processes:
 
     def engines(self, *, own_weights: bool = False) -> Engines:
         """Those of the run, not started yet; with ``own_weights`` each serves those of the model directory."""
+        return self._engines(engine_names(self.order.engine.count), self.order.model, own_weights=own_weights)
+
+    def agents(self) -> dict[str, Engines]:
+        """One engine for each agent with weights of its own, by name; not started yet."""
+        return {
+            name: self._engines((f"agent-{name}",), model, own_weights=True)
+            for name, model in self.order.agents.items()
+        }  # fmt: skip
+
+    def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
         order = self.order
         terms = EngineTerms(
             rolling=order.sync.rolling,
@@ -63,22 +75,23 @@ class Processes:
             silence_s=order.launch.engine_silence_s,
             version=0 if own_weights else NOT_SAMPLED,
         )
-        start = partial(self._start_engine, own_weights=own_weights)
-        return Engines(start, engine_names(order.engine.count), terms, RealClock())
+        start = partial(self._start_engine, model=model, own_weights=own_weights)
+        return Engines(start, names, terms, RealClock())
 
-    async def _start_engine(self, name: str, *, own_weights: bool) -> Child:
+    async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         order, alone = self.order, self.order.engine.count == 1
-        settled = order.engine.of_one(engine_names(order.engine.count).index(name), order.devices)
-        num_threads = max(1, threads(order.launch.engine_threads, num_cores()) // order.engine.count)
+        names = (*engine_names(order.engine.count), *(f"agent-{agent}" for agent in order.agents))
+        settled = order.engine.of_one(names.index(name), order.devices)
+        num_threads = max(1, threads(order.launch.engine_threads, num_cores()) // len(names))
         start = EngineStart(
-            model=order.model.model_dump(mode="json"),
+            model=model.model_dump(mode="json"),
             engine=settled.model_dump(mode="json"),
             max_context=order.max_context,
             num_threads=num_threads,
             route=self._route(),
             serve_own_weights=str(self._own_weights()) if own_weights else "",
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
-            repeats=order.repeats,
+            repeats=None if own_weights else order.repeats,
         )
         self._forget_replaced()
         return await self._start(name, start, num_threads, partial(self._engine_client, name))
@@ -126,7 +139,7 @@ class Processes:
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self._forget_replaced()
-        return await self._start(name, start, 1, partial(self._peer, name))
+        return await self._start(name, start, 1, partial(self._foreign_peer, name))
 
     async def start_environment(self, start: EnvironmentStart) -> Child:
         name = f"environment-{self.num_environments}"
@@ -175,6 +188,7 @@ class Processes:
 
     async def end(self) -> None:
         farewells = {
+            "agent": engine.Shutdown(),
             "engine": engine.Shutdown(),
             "environment": environment.Shutdown(),
             "learner": learner.Shutdown(),
@@ -197,12 +211,16 @@ class Processes:
     def _peer(self, name: str, channel: ControllerChannel) -> Peer:
         return Peer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
+    def _foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
+        return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+
     def _env_peer(self, name: str, channel: ControllerChannel) -> Peer:
         return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
         deadline_s = self.order.sync.deadline_s
-        return EngineClient(name, channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s)
+        on_spans = in_lane(name, self.site.on_spans)
+        return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
     def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
         deadline_s = self.order.sync.deadline_s

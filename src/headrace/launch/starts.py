@@ -101,11 +101,13 @@ class EnvironmentStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kind: str
     """``env.kind``."""
     entry: str
-    """``file.py:name``, or the command of a program."""
+    """``file.py:name``, the command of a program, or what a bridge leads to."""
     concurrency: int
     """Episodes at once."""
     block_s: float
     """How long code of an episode may keep the loop from turning."""
+    options: dict[str, Any] = {}
+    """Settings of a bridge."""
     keep: Keep | None = None
     """What it may use; ``None``: whatever there is."""
 

@@ -16,6 +16,7 @@ Shape legend: N tokens of the batch.
 from __future__ import annotations
 
 import math
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,11 +40,15 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.refusals import nothing_to_learn, refuse_settings
 from headrace.learner.work import Tally, Work
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
 from headrace.types.trace import Span
+
+MOST_SPANS = 4096
+"""Spans that are kept for whoever takes them: a loop of one's own takes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +118,7 @@ class LearnerCore:
         context: LearnerContext,
         ranks: AnyRanks | None = None,
     ) -> None:
-        _refuse_settings(context.temperature)
+        refuse_settings(context.temperature)
         config = config.serving(objective.columns)
         self._ranks = ranks or Alone(model.device)
         config.parallel.refuse_world(self._ranks.config.world)
@@ -138,7 +143,7 @@ class LearnerCore:
         self._files = Snapshot(model, self._optimizer, self._ranks, self._companions)
         self._memory = MemoryPlan.of(model, config)
         self._parts: _Parts | None = None
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step = 0
 
     @property
@@ -184,7 +189,7 @@ class LearnerCore:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
         work, mass, dropped = self._prepare(batch)
         if not work.mask_N.any():
-            raise _nothing_to_learn(self._step, batch.num_loss_tokens)
+            raise nothing_to_learn(self._step, batch.num_loss_tokens)
         work = self.accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
@@ -231,7 +236,7 @@ class LearnerCore:
         parts, self._parts = self._parts or _Parts(), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
-            raise _nothing_to_learn(self._step, parts.loss_tokens)
+            raise nothing_to_learn(self._step, parts.loss_tokens)
         scale = 1.0 / max(parts.mass, 1.0)
         self._optimizer.scale(scale)
         for companion in self._companions:
@@ -320,7 +325,8 @@ class LearnerCore:
 
     def take_spans(self) -> tuple[Span, ...]:
         """What it did since the last call, for the trace."""
-        spans, self._spans = tuple(self._spans), []
+        spans = tuple(self._spans)
+        self._spans.clear()
         return spans
 
     def _refuse(self, batch: Batch) -> None:
@@ -345,19 +351,26 @@ class LearnerCore:
         with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._forget)
             tally.open(work)
-            for micro in self._forward.cut(work.batch, work.mask_N):
+            start_s = self._context.clock.now()
+            packed = self._forward.cut(work.batch, work.mask_N)
+            self._ended("pack", start_s)
+            for micro in packed:
                 self._backward_micro(work, micro, tally)
                 self._optimizer.collect()
             undo.pop_all()
 
     def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
+        start_s = self._context.clock.now()
         passed = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
+        self._ended("forward", start_s)
         if not len(micro.places_M):  # computed because the other ranks compute
             (passed.log_pi_M.sum() * 0.0).backward()
             return
         inputs = work.inputs(micro, passed.log_pi_M, passed.entropy_M, passed.top_MK)
         output = self._objective(inputs, work.weights_N[micro.places_M].to(self._device))
+        start_s = self._context.clock.now()
         (output.loss * self._ranks.config.averaged).backward()
+        self._ended("backward", start_s)
         tally.add(work, micro, passed, output)
 
     def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
@@ -381,19 +394,3 @@ class LearnerCore:
         end_s = self._context.clock.now()
         self._spans.append(Span(lane="learner", name=name, start_s=start_s, end_s=end_s, step=self._step))
         return end_s - start_s
-
-
-def _nothing_to_learn(step: int, loss_tokens: int) -> RunError:
-    return RunError(
-        f"no token of the batch of step {step} can carry loss: {loss_tokens} are in its mask, "
-        "none of those has a finite engine logprob",
-        remedy="check the engine's logits for NaN (weights, dtype, temperature)",
-    )
-
-
-def _refuse_settings(temperature: float) -> None:
-    if temperature <= 0:
-        raise ConfigError(
-            f"sampling temperature {temperature} leaves no distribution to learn",
-            remedy="sample training episodes at a temperature > 0 (1 is usual)",
-        )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.errors import ModelError
+from headrace.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
 
 if TYPE_CHECKING:
@@ -111,6 +111,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             remedy='set "eos_token" in tokenizer_config.json',
         )
     return tokenizer
+
+
+def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` unless the same ids mean the same tokens to the models in the
+    directories ``path``, which is that of ``setting``, and ``own``."""
+    theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(own).get_vocab()
+    if theirs == ours:
+        return
+    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
+    said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
+    raise ConfigError(
+        f"{setting}={path!r} has another vocabulary than this model: {said}, so ids of one are other tokens to the "
+        "other",
+        remedy="give a model of the same family, whose tokenizer has the same entries",
+    )
 
 
 def context_length(path: str) -> int:

@@ -1,37 +1,52 @@
 """What people see of a run: files that survive, a live terminal, a report with pictures, a verdict in words.
 
-    StepRecord ──▶ metrics.jsonl ─┐
-    Span       ──▶ trace.jsonl   ─┼──▶ report/report.html and its pictures
+    StepRecord ──▶ metrics.jsonl ─┬──▶ writers: TensorBoard, W&B, trackio, MLflow, Prometheus
+               ──▶ alarms ──▶ Event
+    Span       ──▶ trace.jsonl   ─┼──▶ report/report.html and its pictures; a trace for Perfetto
     summary.json, config.json    ─┘
-    LiveState  ──▶ terminal
+    LiveState  ──▶ terminal, live.json
+    both       ──▶ account ──▶ verdict
 
 Nothing here is imported by the loop; everything here reads pure data.
 """
 
-from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
+from headrace.observe.account import Accountant, account_of
+from headrace.observe.alarms import AlarmWatch, Raised
+from headrace.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
 from headrace.observe.recorder import Recorder
 from headrace.observe.report import run_verdict, write_report
 from headrace.observe.rundata import RunData, load_run
 from headrace.observe.summary import age_histogram, commit_gap_ms, observed
+from headrace.observe.system import SystemWatch
 from headrace.observe.terminal import LiveView, PlainView, View, open_view
-from headrace.observe.trace import busy_frac, fractions, idle_frac
+from headrace.observe.trace import account, busy_frac, idle_frac
 from headrace.observe.verdict import Bound, Verdict, judge
+from headrace.observe.writers import Posting, RunFacts
 
 __all__ = [
+    "EVENTS_FILE",
+    "LIVE_FILE",
     "METRICS_FILE",
     "TRACE_FILE",
+    "Accountant",
+    "AlarmWatch",
     "Bound",
     "JsonlWriter",
     "LiveView",
     "PlainView",
+    "Posting",
+    "Raised",
     "Recorder",
     "RunData",
+    "RunFacts",
+    "SystemWatch",
     "Verdict",
     "View",
+    "account",
+    "account_of",
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
-    "fractions",
     "idle_frac",
     "judge",
     "load_run",

@@ -22,6 +22,12 @@ METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.jsonl"
 """Where a run directory holds its :class:`~headrace.types.trace.Span` lines."""
 
+EVENTS_FILE = "events.jsonl"
+"""Where a run directory holds its :class:`~headrace.types.observation.Event` lines."""
+
+LIVE_FILE = "live.json"
+"""The :class:`~headrace.types.observation.LiveState` of a running run, renewed every second."""
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 

@@ -49,7 +49,8 @@ def _verdict(verdict: Verdict | None) -> str:
     if verdict is None:
         return "<p class='verdict'>No verdict yet: no step, or no trace of one.</p>"
     advice = f"<span class='advice'>{_text(verdict.advice)}</span>" if verdict.advice else ""
-    return f"<p class='verdict'><b>{_text(verdict.bound)}</b> {_text(verdict.finding)} {advice}</p>"
+    besides = f" {_text(verdict.besides)}" if verdict.besides else ""
+    return f"<p class='verdict'><b>{_text(verdict.bound)}</b> {_text(verdict.finding)} {advice}{besides}</p>"
 
 
 def _notes(run: RunData) -> list[str]:

@@ -10,7 +10,7 @@ from headrace.observe.rundata import RunData, load_run
 from headrace.observe.summary import age_histogram
 from headrace.observe.verdict import Verdict, judge
 from headrace.observe.words import ages_in_words, number
-from headrace.types.observation import Fractions
+from headrace.types.observation import Account
 
 REPORT_DIR = "report"
 
@@ -39,16 +39,17 @@ def write_report(run_dir: Path) -> Path:
 
 
 def run_verdict(run: RunData) -> Verdict | None:
-    """The verdict on the whole run: idle fractions of the summary where it has them, otherwise of the trace; ``None``
+    """The verdict on the whole run, from its trace and its steps; without a trace from what the summary says; ``None``
     before the first step, and where neither is there."""
     if not run.steps:
         return None
-    traced = run.fractions
+    if run.account is not None:
+        return judge(run.account)
     engine, learner = run.measured("engine_idle_frac"), run.measured("learner_idle_frac")
     if engine is None or learner is None:
         return None
-    known = traced or Fractions(sync=run.measured("exposed_sync_frac") or 0.0)
-    return judge(Fractions(engine_idle=engine, learner_idle=learner, scoring=known.scoring, sync=known.sync))
+    sync = run.measured("exposed_sync_frac") or 0.0
+    return judge(Account(seconds=1.0, engine_busy_s=1 - engine, learner_busy_s=1 - learner, sync_s=sync))
 
 
 def _pictures(run: RunData) -> dict[str, Picture]:
@@ -74,7 +75,7 @@ def _reward(run: RunData) -> tuple[str, str]:
 
 def _timeline(run: RunData) -> tuple[str, str]:
     caption = "What every lane did, when. Colour is work; where a lane is blank or grey, it stood idle."
-    idle = run.fractions
+    idle = run.account
     if idle is None:
         return "Timeline of lanes: no trace.", caption
     shares = f"the engine works {1 - idle.engine_idle:.0%} of the time, the learner {1 - idle.learner_idle:.0%}"

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import DataError, HeadraceError
-from headrace.observe.jsonl import METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
+from headrace.observe.account import account_of
+from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
 from headrace.observe.summary import observed
-from headrace.observe.trace import Interval, fractions
-from headrace.types.observation import Fractions, StepRecord
+from headrace.observe.trace import Interval
+from headrace.types.observation import Account, Event, StepRecord
 from headrace.types.trace import Span
 
 SUMMARY_FILE = "summary.json"
@@ -32,6 +33,8 @@ class RunData:
     spans: list[Span]
     summary: dict[str, Any]
     config: dict[str, Any]
+    events: list[Event] = field(default_factory=list)
+    """What was worth a line, alarms included; of every life of the run."""
     notes: list[str] = field(default_factory=list)
     """What could not be read, in words."""
 
@@ -56,9 +59,9 @@ class RunData:
         return 0.0, 0.0
 
     @cached_property
-    def fractions(self) -> Fractions | None:
-        """Where the time of the loop went, from the trace; ``None`` without one."""
-        return fractions(self.spans, self.loop) if self.spans and self.loop[0] < self.loop[1] else None
+    def account(self) -> Account | None:
+        """Where the time and the tokens of the loop went; ``None`` without a trace."""
+        return account_of(self.spans, self.session, self.loop) if self.spans and self.loop[0] < self.loop[1] else None
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the resolved configuration; ``None`` where it has none."""
@@ -69,9 +72,9 @@ class RunData:
     def figures(self) -> dict[str, Any]:
         """The summary; where the run has left none, what steps and trace say in its place."""
         told = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
-        if self.fractions is not None:
-            told["engine_idle_frac"] = self.fractions.engine_idle
-            told["learner_idle_frac"] = self.fractions.learner_idle
+        if self.account is not None:
+            told["engine_idle_frac"] = self.account.engine_idle
+            told["learner_idle_frac"] = self.account.learner_idle
         return {**told, **self.summary}
 
     def measured(self, key: str) -> float | None:
@@ -94,8 +97,14 @@ def load_run(run_dir: Path) -> RunData:
         spans=_try(lambda: _sound(read_jsonl(trace, Span)), trace, [], notes),
         summary=_try(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
         config=_try(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
+        events=_events(run_dir, notes),
         notes=notes,
     )
+
+
+def _events(run_dir: Path, notes: list[str]) -> list[Event]:
+    path = run_dir / EVENTS_FILE
+    return _try(lambda: read_jsonl(path, Event), path, [], notes) if path.exists() else []
 
 
 def _try(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:

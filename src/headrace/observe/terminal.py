@@ -18,7 +18,6 @@ from rich.text import Text
 
 from headrace.control.observer import Observer
 from headrace.errors import visible
-from headrace.observe.verdict import judge
 from headrace.observe.words import ages_in_words, bar, duration, number, sparkline
 from headrace.types.observation import Event, LiveState, StepRecord, Wait
 from headrace.types.trace import Span
@@ -161,12 +160,14 @@ class LiveView:
 def draw(state: LiveState, width: int) -> RenderableType:
     """The picture of ``state`` for a terminal of ``width`` columns."""
     pen = _Pen(state, width)
-    idle = (None, None) if state.fractions is None else (state.fractions.engine_idle, state.fractions.learner_idle)
+    idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True, min_width=9)
     rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     rows.add_row("progress", pen.progress())
     rows.add_row("reward", pen.reward())
+    if state.throughput:
+        rows.add_row("trained", pen.throughput())
     rows.add_row("engine", pen.side(state.generated_tok_s, idle[0], state.engine_version))
     rows.add_row("learner", pen.side(state.trained_tok_s, idle[1], state.learner_version))
     rows.add_row("groups", pen.queue())
@@ -210,6 +211,15 @@ class _Pen:
         text.append(f"  first {number(known[0])}  best {number(max(known))}", style="dim")
         if self._state.eval_accuracy is not None:
             text.append(f"  eval {number(self._state.eval_accuracy)}")
+        return text
+
+    def throughput(self) -> Text:
+        """Tokens trained per second, step by step, and how much of it the learner waited."""
+        rates, waited = self._state.throughput, self._state.waited
+        text = Text.assemble((sparkline(rates, self._bars), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
+        if waited and not self.narrow:
+            text.append("  waited ", style="dim").append(sparkline(waited, self._bars // 2), style="yellow")
+            text.append(f" {waited[-1]:.0%}")
         return text
 
     def side(self, tok_s: float, idle: float | None, version: int) -> Text:
@@ -257,11 +267,10 @@ class _Pen:
         return row if self.narrow else [*row, Text(visible(wait.unblocked_by, 40))]
 
     def verdict(self) -> Text:
-        if not self._state.steps_done or self._state.fractions is None:
+        if not self._state.verdict:
             return Text(end="")
-        found = judge(self._state.fractions)
-        text = Text.assemble("\n" if self._state.waits else "", (f"{found.bound}: ", "bold"), found.finding)
-        return text if self.narrow else text.append(f" {found.advice}", style="dim")
+        bound, _, words = self._state.verdict.partition(": ")
+        return Text.assemble("\n" if self._state.waits else "", (f"{bound}: ", "bold"), words)
 
     def warnings(self) -> list[Text]:
         return [Text(f"⚠ {visible(warning, 500)}", style="yellow") for warning in self._state.warnings[-3:]]

@@ -6,12 +6,13 @@ scorers work at once), so time is the length of a union of intervals, never a su
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types.observation import Fractions
+from headrace.types.observation import Account
 from headrace.types.trace import Span
 
 Interval = tuple[float, float]
@@ -95,22 +96,48 @@ def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
     return 1.0 - busy_frac(spans, lane, within)
 
 
-def fractions(spans: Sequence[Span], within: Interval) -> Fractions:
-    """Who stood idle during ``within``, and what for; all zero for an empty interval."""
-    length = within[1] - within[0]
-    if length <= 0:
-        return Fractions()
-    engine, learner = (intersection(busy(spans, lane), [within]) for lane in ("engine", "learner"))
-    both_idle = complement(union(engine + learner), within)
-    stopped = union((s.start_s, s.end_s) for s in spans if (s.lane, s.name) in _STANDS_STILL)
-    sync = union(intersection(stopped, [within]) + intersection(busy(spans, "sync"), both_idle))
-    scoring = intersection(busy(spans, "scoring"), both_idle)
-    return Fractions(
-        engine_idle=1.0 - seconds(engine) / length,
-        learner_idle=1.0 - seconds(learner) / length,
-        scoring=seconds(scoring) / length,
-        sync=seconds(sync) / length,
+def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
+    """Who worked during ``within``, who stood idle, and what for: the part of an account that spans tell. ``known``:
+    lanes that there are, though they may have no span here."""
+    lanes: dict[str, list[Span]] = {lane: [] for lane in known}
+    for span in spans:
+        if span.lane not in lanes:
+            lanes[span.lane] = []
+        if span.end_s > within[0] and span.start_s < within[1]:
+            lanes[span.lane].append(span)
+
+    def when(lane: str, told: Callable[[Span], bool]) -> list[Interval]:
+        return _cut(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if told(span)), within)
+
+    engines = [lane for lane in lanes if is_engine(lane)]
+    each, learner = [when(lane, _works) for lane in engines], when("learner", _works)
+    both_idle = complement(union([*chain(*each), *learner]), within)
+    exposed = when("learner", lambda span: span.name in ("snapshot", "wait sync"))
+    commits = [gap for lane in engines for gap in when(lane, lambda span: span.name == "commit")]
+    prompts = [when(lane, lambda span: span.name == "prefill") for lane in engines]
+    waits_for_weights = intersection(when("sync", _works), both_idle)
+    return Account(
+        seconds=within[1] - within[0],
+        engine_busy_s=sum(map(seconds, each)) / max(1, len(each)),
+        prefill_s=sum(map(seconds, prompts)) / max(1, len(each)),
+        learner_busy_s=seconds(learner),
+        scoring_s=seconds(intersection(when("scoring", _works), both_idle)),
+        sync_s=seconds(union([*exposed, *commits, *waits_for_weights])),
+        exposed_sync_s=seconds(exposed),
     )
+
+
+def _works(span: Span) -> bool:
+    return not is_wait(span)
+
+
+def _cut(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
+    return intersection(union(intervals), [within])
+
+
+def is_engine(lane: str) -> bool:
+    """Whether a lane is that of an engine, alone or in a fleet."""
+    return lane == "engine" or lane.startswith("engine-")
 
 
 def coverage(intervals: Sequence[Interval], edges_B: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -127,6 +154,3 @@ def coverage(intervals: Sequence[Interval], edges_B: npt.NDArray[np.float64]) ->
     covered[::2] -= lengths
     result: npt.NDArray[np.float64] = np.diff(np.interp(edges_B, times, covered)) / np.diff(edges_B)
     return result
-
-
-_STANDS_STILL = frozenset({("learner", "snapshot"), ("learner", "wait sync"), ("engine", "commit")})

@@ -154,6 +154,11 @@ class Policy:
         """Of the weights that sample; -1 before the policy is open."""
         return self._slots.committed
 
+    @property
+    def engine(self) -> LocalEngine:
+        """What samples while the policy is open, for those who serve it."""
+        return self._open("engine")
+
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:

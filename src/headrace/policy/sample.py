@@ -53,6 +53,23 @@ class Sample:
     engine: str = ""
     """Names the engine that sampled it; empty if it was not sampled."""
 
+    @classmethod
+    def of(cls, full: Tokens, *, group: int = 0) -> Sample:
+        """A whole conversation that is held with what was recorded of it, up to the last token that was sampled.
+
+        >>> held = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
+        >>> sample = Sample.of(held)
+        >>> sample.prompt.ids_T.tolist(), sample.tokens.ids_T.tolist()
+        ([5, 6], [7])
+        """
+        (places,) = np.nonzero(full.sampled_T)
+        if not len(places):
+            raise DataError("no token of the conversation was sampled", remedy="leave it out")
+        end = int(places[-1]) + 1
+        gaps = np.flatnonzero(~full.sampled_T[:end])
+        start = int(gaps[-1]) + 1 if len(gaps) else 0
+        return cls(prompt=full[:start], tokens=full[start:end], group=group)
+
     @property
     def full(self) -> Tokens:
         """Prompt and answer."""

@@ -7,9 +7,25 @@ from dataclasses import dataclass
 from typing import Self
 
 from headrace.rollout.answers import Parser, parser_for, split_reasoning
-from headrace.rollout.answers.base import Answer
+from headrace.rollout.answers.base import THINK, Answer
 from headrace.rollout.rendering import Renderer, Tokenizer
 from headrace.types.chat import Message, ToolCall
+from headrace.types.tokens import IntColumn
+
+_TAIL = 16
+"""Tokens at the end of a prompt among which the beginning of a thought, and the space behind it, are looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How an answer is to be read."""
+
+    stop: Sequence[str] = ()
+    """Strings that end it, and are no part of it."""
+    calls: bool = False
+    """Whether there are tools that it could call."""
+    opened: bool = False
+    """Whether the prompt has begun a thought."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,19 +70,23 @@ class Chat:
             longest_token=max(map(len, tokenizer.get_vocab())),
         )
 
-    def read(self, turn: int, ids: Sequence[int], *, stop: Sequence[str] = (), calls: bool) -> Read:
-        """The message that the sampled tokens of ``turn`` are. ``stop``: strings that end an answer, and are no part of
-        it; ``calls``: whether there are tools that it could call."""
+    def opens_thought(self, prompt_ids_T: IntColumn) -> bool:
+        """Whether the model reads the beginning of a thought as the last of its prompt."""
+        tail = self.tokenizer.decode(prompt_ids_T[-_TAIL:].tolist(), skip_special_tokens=False)
+        return tail.rstrip().endswith(THINK)
+
+    def read(self, turn: int, ids: Sequence[int], how: Reading) -> Read:
+        """The message that the sampled tokens of ``turn`` are."""
         last = len(ids) - 1
         said = [token for place, token in enumerate(ids) if token not in self.hidden_ids]
         if ids and ids[last] in self.stop_ids and said and said[-1] == ids[last]:
             said.pop()
         text = self.tokenizer.decode(said, skip_special_tokens=False)
         cut, ended_by = min(
-            ((place, string) for string in stop if (place := text.find(string)) >= 0), default=(None, "")
+            ((place, string) for string in how.stop if (place := text.find(string)) >= 0), default=(None, "")
         )
-        reasoning, rest = split_reasoning(text[:cut])
-        answer = self.parser(rest) if calls else Answer(content=rest)
+        reasoning, rest = split_reasoning(text[:cut], opened=how.opened)
+        answer = self.parser(rest) if how.calls else Answer(content=rest)
         made = tuple(
             ToolCall(id=f"call_{turn}_{number}", name=name, arguments=arguments)
             for number, (name, arguments) in enumerate(answer.calls)

@@ -19,12 +19,13 @@ import msgspec
 import numpy as np
 
 from headrace.clock import off_loop
-from headrace.env.base import AS_THE_RUN
+from headrace.env.base import AS_THE_RUN, Hear
 from headrace.errors import BudgetSpent, EpisodeError
-from headrace.rollout.chat import Chat, Read
+from headrace.rollout.chat import Chat, Read, Reading
+from headrace.rollout.growing import Growing
 from headrace.rollout.history import History, Node, num_chars
 from headrace.types.chat import ChatOptions, Message, Reply, Tool
-from headrace.types.episode import EpisodeKey, Turn
+from headrace.types.episode import EpisodeKey, Turn, TurnPart
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn, Tokens
 
@@ -63,6 +64,8 @@ class Wanted:
     sampling: Sampling
     untrained: str = ""
     """Why it will carry no loss; empty where it does."""
+    hear: Callable[[TurnPart], None] | None = None
+    """Told of it as it grows; ``None``: nobody is."""
 
 
 class Sampler(Protocol):
@@ -114,12 +117,16 @@ class Conversations:
         return self._sampler.turns
 
     async def reply(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: ChatOptions = AS_THE_RUN,
+        hear: Hear | None = None,
     ) -> Reply:
         """The model's answer to ``messages``; see :class:`~headrace.env.base.OpenEpisode`."""
         if not messages:
             raise EpisodeError("asked for an answer to no message", remedy="send at least one")
-        held = self._history.find_messages(messages, tools)
+        held = self._history.find_messages(messages, tools, options.agent)
         below = held.node
         if below is None or below.sampled:  # else the question itself is held
             new = messages[held.length :]
@@ -132,7 +139,7 @@ class Conversations:
                 failed=any(message.failed for message in new),
             )
             below = self._history.add_given(turn, below, new, tools)
-        return await self._answer(below, options, calls=len(tools) > 0)
+        return await self._answer(below, options, calls=len(tools) > 0, hear=hear)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         """The model's answer to these tokens; see :class:`~headrace.env.base.OpenEpisode`."""
@@ -183,17 +190,23 @@ class Conversations:
             render = partial(self._chat.renderer.continuation, new, tools, answer_ids)
         return render() if length < LONG_CHARS else await off_loop(render)
 
-    async def _answer(self, below: Node, options: ChatOptions, *, calls: bool) -> Reply:
+    async def _answer(self, below: Node, options: ChatOptions, *, calls: bool, hear: Hear | None = None) -> Reply:
         """Sample a turn below, and read it."""
         self._refuse_spent(below, 0)
         prompt_ids_T = np.concatenate(list(self._history.path_ids(below)))
         sampling = self._sampling(options, len(prompt_ids_T))
+        opened = self._chat is not None and self._chat.opens_thought(prompt_ids_T)
+        how = Reading(stop=options.stop, calls=calls, opened=opened)
+        growing = None
+        if hear is not None and self._chat is not None:
+            growing = Growing(self._chat, how, hear, num_prompt_tokens=len(prompt_ids_T))
         wanted = Wanted(
             prompt_ids_T=prompt_ids_T,
             parent=below.turn,
             author=options.agent,
             sampling=sampling,
             untrained="" if _law(sampling) == _law(self._sampler.sampling) else OTHER_SAMPLING,
+            hear=None if growing is None else growing.push,
         )
         self._num_asked += 1
         self._num_tokens += sampling.max_new_tokens  # until it is known how many it took
@@ -203,8 +216,10 @@ class Conversations:
             self._num_tokens -= sampling.max_new_tokens
         turn = self.turns[index]
         self._num_tokens += len(turn.tokens)
-        read = self._read(index, options, calls=calls)
+        read = self._read(index, how)
         self._history.add_sampled(index, below, read.message)
+        if growing is not None:
+            growing.end(read.message)
         assert turn.stop_reason is not None
         return Reply(
             message=read.message,
@@ -217,10 +232,10 @@ class Conversations:
             token_ids=tuple(turn.tokens.ids_T.tolist()),
         )
 
-    def _read(self, index: int, options: ChatOptions, *, calls: bool) -> Read:
+    def _read(self, index: int, how: Reading) -> Read:
         if self._chat is None:
             return Read(message=Message(role="assistant"))
-        answer = self._chat.read(index, self.turns[index].tokens.ids_T.tolist(), stop=options.stop, calls=calls)
+        answer = self._chat.read(index, self.turns[index].tokens.ids_T.tolist(), how)
         for problem in answer.problems:
             self._note(f"an answer holds {problem}: it is taken as text")
         self._num_calls += len(answer.message.tool_calls)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from headrace.env.agents import POLICY
 from headrace.types.chat import Message, Tool
 from headrace.types.episode import Turn
 from headrace.types.tokens import IntColumn
@@ -78,22 +79,26 @@ class History:
         parent.children.append(node)
         return node
 
-    def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Held:
+    def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> Held:
         """The longest path whose messages begin these, and that was begun under these tools. It ends with an answer, or
-        with the last of the messages; of paths that are equally long, it is the one that was continued least."""
+        with the last of the messages; of paths that are equally long, it is the one with the most answers of ``agent``,
+        and among those the one that was continued least."""
         spelled = tuple(map(in_one_spelling, messages))
-        best = Held(node=None, length=0)
-        left = [(root, 0) for root in self._roots.get(_CODEC.encode(tools), ())]
+        best, best_own = Held(node=None, length=0), 0
+        left = [(root, 0, 0) for root in self._roots.get(_CODEC.encode(tools), ())]
         while left:
-            node, before = left.pop()
+            node, before, own = left.pop()
             if node.messages is None:
                 continue
             length = before + len(node.messages)
             if not _are_same(node.messages, spelled[before:length]):
                 continue
-            if (node.sampled or length == len(spelled)) and _rank(node, length) > _rank(best.node, best.length):
-                best = Held(node=node, length=length)
-            left.extend((child, length) for child in node.children)
+            own += node.sampled and self.turns[node.turn].author == agent
+            ends = node.sampled or length == len(spelled)
+            if ends and _rank(node, length, own) > _rank(best.node, best.length, best_own):
+                best, best_own = Held(node=node, length=length), own
+            on = length < len(spelled)  # else most of the answers, of which there may be thousands, need no look
+            left.extend((child, length, own) for child in node.children if on or not child.messages)
         return best
 
     def find_tokens(self, ids_T: IntColumn) -> Held:
@@ -155,5 +160,5 @@ def _is_same(held: Message, given: Message) -> bool:
     return held == given
 
 
-def _rank(node: Node | None, length: int) -> tuple[int, int, int]:
-    return (-1, 0, 0) if node is None else (length, -len(node.children), -node.turn)
+def _rank(node: Node | None, length: int, own: int = 0) -> tuple[int, int, int, int]:
+    return (-1, 0, 0, 0) if node is None else (length, own, -len(node.children), -node.turn)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from headrace.engine import Engine, RequestOptions
+from headrace.engine import RequestOptions, TokenSource
 from headrace.env import Environment, Outcome
 from headrace.errors import EpisodeError, HeadraceError, RequestError
+from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_frozen
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, Limits, Wanted
 from headrace.rollout.withdrawal import Withdrawal
@@ -62,7 +64,7 @@ def _ignore_note(_: str) -> None:
 class EnginePolicy:
     """Samples the turns of one episode from an engine, and holds all of its turns."""
 
-    engine: Engine
+    engine: TokenSource
     sampling: Sampling
     run_seed: int
     key: EpisodeKey
@@ -72,6 +74,8 @@ class EnginePolicy:
     """Handed every token of a turn as it arrives."""
     on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
     """Handed every turn that has come to its end, with what it was sampled after."""
+    agents: Agents = POLICY_ALONE
+    """Who answers under which name."""
     begun: dict[int, TurnPart] = field(default_factory=dict)
     """What was sampled of turns in an earlier life or attempt, by their places among the sampled turns."""
     turns: list[Turn] = field(default_factory=list)
@@ -81,6 +85,9 @@ class EnginePolicy:
 
     async def sample(self, wanted: Wanted) -> int:
         """Sample a turn and append it; its index."""
+        frozen = self.agents.frozen(wanted.author)
+        if frozen is not None:
+            wanted = replace(wanted, untrained=FROZEN_AGENT)
         prompt = self._name(wanted)
         number = self._number(prompt)
         empty = TurnPart(key=self.key, turn=number, prompt=prompt, tokens=Tokens.concat([]))
@@ -91,6 +98,8 @@ class EnginePolicy:
                 if part.lost:
                     parts.clear()
                 parts.append(part)
+                if wanted.hear is not None:
+                    wanted.hear(part)
         finally:
             routings = (part.context_routing for part in parts if part.context_routing is not None)
             ended = parts[-1].stop_reason if parts else None
@@ -107,7 +116,8 @@ class EnginePolicy:
             self._asked[number] = replace(
                 empty, tokens=turn.tokens, stop_reason=turn.stop_reason, context_routing=turn.context_routing
             )
-        self.on_turn(self.key, wanted.prompt_ids_T, turn)
+        if frozen is None:
+            self.on_turn(self.key, wanted.prompt_ids_T, turn)
         return index
 
     def begin_again(self) -> None:
@@ -118,10 +128,12 @@ class EnginePolicy:
         self.turns.clear()
 
     def _name(self, wanted: Wanted) -> str:
-        """A digest of what the turn is sampled after and, where that is not as usual, how."""
+        """A digest of what the turn is sampled after and, where that is not as usual, how, and by whom."""
         other = f"{wanted.sampling.stop}" if wanted.sampling.stop != self.sampling.stop else ""
         if wanted.untrained:
             other += f"{wanted.sampling.temperature}/{wanted.sampling.top_p}/{wanted.sampling.top_k}"
+        if wanted.untrained == FROZEN_AGENT:
+            other += f"/{wanted.author}"
         return prompt_digest(wanted.prompt_ids_T) + other
 
     def _number(self, prompt: str) -> int:
@@ -146,13 +158,19 @@ class EnginePolicy:
             if ended is not None:
                 return
             options = replace(options, answer_ids_T=begun.tokens.ids_T)
-        async for chunk in self.engine.generate(wanted.prompt_ids_T, sampling, options):
+        frozen = self.agents.frozen(wanted.author)
+        if frozen is not None:
+            unrecorded = {"record_kept": False, "record_routing": False, "record_entropy": False}
+            sampling = msgspec.structs.replace(sampling, **unrecorded)
+        source = self.engine if frozen is None else frozen
+        async for chunk in source.generate(wanted.prompt_ids_T, sampling, options):
             part = replace(
                 empty,
-                tokens=chunk.tokens,
+                tokens=chunk.tokens if frozen is None else of_frozen(chunk.tokens),
                 stop_reason=chunk.stop_reason,
                 context_routing=chunk.prompt_routing,
                 lost="restarted" if chunk.restarted else lost,
+                request_id=chunk.request_id,
             )
             lost = ""
             self.on_tokens(len(chunk.tokens))
@@ -164,7 +182,7 @@ class EnginePolicy:
 class EpisodeRunner:
     """Runs episodes of one environment against one engine."""
 
-    engine: Engine
+    engine: TokenSource
     env: Environment
     sampling: Sampling
     run_seed: int
@@ -176,6 +194,8 @@ class EpisodeRunner:
     """Handed every turn that has come to its end, with what it was sampled after."""
     note: Callable[[str], None] = _ignore_note
     """Told, in words that can be counted, what is odd and no error."""
+    agents: Agents = POLICY_ALONE
+    """Who answers under which name."""
     limits: Limits = UNLIMITED
     """What one episode may have."""
     chat: Chat | None = None
@@ -199,6 +219,7 @@ class EpisodeRunner:
             on_tokens=self.on_tokens,
             on_part=self.on_part,
             on_turn=self.on_turn,
+            agents=self.agents,
             begun={part.turn: part for part in begun},
         )
         withdrawal = withdrawal or Withdrawal()
@@ -247,9 +268,25 @@ class EpisodeRunner:
 
 
 def _apply(outcome: Outcome, episode: Episode, turns: Sequence[Turn]) -> None:
-    """The attempt is over."""
-    episode.status, episode.reward = EpisodeStatus.FINISHED, outcome.reward
+    """The attempt is over. Raises :class:`~headrace.errors.EpisodeError` where it leaves an agent without a reward."""
     for index, turn in enumerate(turns):
         left = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         why = turn.untrained or (NOT_CHOSEN if left else "")
         episode.turns.append(replace(turn, untrained=why, reward=outcome.turn_rewards.get(index)))
+    episode.reward, episode.agent_rewards = outcome.reward, outcome.agent_rewards
+    if outcome.agent_rewards:
+        _refuse_unrewarded(episode)
+        if episode.reward is None:
+            episode.reward = statistics.fmean((episode.shares or outcome.agent_rewards).values())
+    episode.status = EpisodeStatus.FINISHED
+
+
+def _refuse_unrewarded(episode: Episode) -> None:
+    trained = {turn.author for turn in episode.turns if turn.stop_reason is not None and not turn.untrained}
+    lacking = sorted(trained - episode.agent_rewards.keys())
+    if lacking:
+        raise EpisodeError(
+            f"agent_rewards leaves out {lacking[0]!r}, whose answers carry loss",
+            remedy="give one for each agent that answered, or choose with trained=[...] what carries loss",
+            reason="reward_none",
+        )

@@ -52,6 +52,7 @@ class Rubric:
         self._whole = [component for component in components if not component.section.by_turn]
         self._by_turn = [component for component in components if component.section.by_turn]
         self._labels = tuple(component.label for component in components)
+        self._apart = len(components) > 1  # one alone takes as long as the episode's score, which is told anyhow
         self._clock = clock
         self._on_span = on_span
 
@@ -116,8 +117,9 @@ class Rubric:
         while True:
             start_s = self._clock.now()
             scores = await call()
-            end_s = self._clock.now()
-            self._on_span(Span(lane=f"reward {component.label}", name="score", start_s=start_s, end_s=end_s))
+            if self._apart or component.section.by_turn:
+                end_s = self._clock.now()
+                self._on_span(Span(lane=f"reward {component.label}", name="score", start_s=start_s, end_s=end_s))
             if not scores.failure or not left:
                 return scores
             await asyncio.sleep(pause_s)

@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.gdpo import Gdpo
+from headrace.algo.advantages.prpo import Prpo
 from headrace.algo.config import AlgoConfig
 from headrace.config import Section, load_toml, merge, parse_override, validate
 from headrace.control import RunSection
@@ -28,6 +29,7 @@ from headrace.learner.companions.fit import refuse_misfit
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
+from headrace.session.credit_fit import refuse_pivots, refuse_ungraded
 from headrace.sync import SyncConfig
 
 RunFile = str | Path | Mapping[str, Any]
@@ -67,6 +69,15 @@ class RunConfig(Section):
                 f"flow.max_age={self.flow.max_age} trains tokens of older weights, and algo corrects for none of it",
                 remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "
                 "algo.allow_uncorrected = true",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _masters_are_more_precise(self) -> Self:
+        if not self.learner.memory.masters and self.model.dtype == "float32":
+            raise ConfigError(
+                "learner.memory.masters=false has no effect: with model.dtype='float32' the optimizer keeps no copy",
+                remedy="leave it out, or set model.dtype = 'bfloat16'",
             )
         return self
 
@@ -132,11 +143,9 @@ class RunConfig(Section):
                 f"algo.advantage={advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
                 remedy="choose another algo.advantage",
             )
-        if "entropies" in advantage.reads:
-            raise ConfigError(
-                f"algo.advantage={advantage.kind!r} reads the policy's entropy at every token, which no engine records",
-                remedy="for credit by turn choose algo.advantage = 'step'",
-            )
+        if isinstance(advantage, Prpo):
+            refuse_ungraded(self.algo, self.env)
+            return self
         if advantage.by_critic or advantage.by_teacher:
             return self
         ones = np.ones(2, np.int64)
@@ -154,6 +163,11 @@ class RunConfig(Section):
                 f"algo.advantage={advantage.kind!r} credits single tokens, and a run credits whole episodes",
                 remedy="choose another algo.advantage",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _branches_can_be_compared(self) -> Self:
+        refuse_pivots(self.flow, self.algo, self.env, self.engine)
         return self
 
     @model_validator(mode="after")
@@ -229,11 +243,14 @@ def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
             table = table.get(section) if isinstance(table, dict) else None
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value:
-            change: dict[str, Any] = {key: str(directory / Path(value).expanduser())}
+            bridged = path == "env.entry" and table.get("kind") == "bridge"
+            found = _absolute_bridge(value, directory) if bridged else str(directory / Path(value).expanduser())
+            change: dict[str, Any] = {key: found}
             for section in reversed(sections):
                 change = {section: change}
             tree = merge(tree, change)
-    return _with_absolute_command(_with_absolute_rewards(_with_absolute_loss(tree, directory), directory), directory)
+    tree = _with_absolute_tables(_with_absolute_loss(tree, directory), directory)
+    return _with_absolute_command(tree, directory)
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -253,19 +270,39 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
     return merge(tree, {"env": {"command": found}}) if found else tree
 
 
-def _with_absolute_rewards(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Functions among the components of a reward are named ``file.py:function``."""
-    env = tree.get("env")
-    rewards = env.get("rewards") if isinstance(env, dict) else None
-    if not isinstance(rewards, list | tuple):
-        return tree
-    absolute = [
-        {**each, "ref": str(directory / Path(each["ref"]).expanduser())}
-        if isinstance(each, dict) and isinstance(each.get("ref"), str)
-        else each
-        for each in rewards
+def _absolute_bridge(entry: str, directory: Path) -> str:
+    """``LIBRARY/WHAT``, where what may be a command or ``file.py:name``: files that it names are found from there."""
+    library, _, what = entry.partition("/")
+    try:
+        parts = shlex.split(what)
+    except ValueError:  # said where the command is started
+        return entry
+    files = [part.rpartition(":")[0] if ".py:" in part else part for part in parts]
+    found = [
+        str(directory / part) if file.endswith(".py") and os.path.isfile(directory / file) else part
+        for part, file in zip(parts, files, strict=True)
     ]
-    return merge(tree, {"env": {"rewards": absolute}})
+    return entry if found == parts else f"{library}/{shlex.join(found) if len(found) > 1 else found[0]}"
+
+
+_TABLES = {"rewards": "ref", "agents": "path"}
+"""Lists of tables in ``env``, and their key that names a file: ``file.py:function``, or a directory."""
+
+
+def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    for name, key in _TABLES.items():
+        env = tree.get("env")
+        tables = env.get(name) if isinstance(env, dict) else None
+        if not isinstance(tables, list | tuple):
+            continue
+        absolute = [
+            {**each, key: str(directory / Path(each[key]).expanduser())}
+            if isinstance(each, dict) and isinstance(each.get(key), str) and each[key]
+            else each
+            for each in tables
+        ]
+        tree = merge(tree, {"env": {name: absolute}})
+    return tree
 
 
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:

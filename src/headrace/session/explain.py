@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from headrace.env.agents import TrainedAgent
 from headrace.environ import num_cores
 from headrace.launch.config import threads
 from headrace.learner.companions.fit import columns_of
@@ -39,12 +40,13 @@ def explain(prepared: Prepared) -> str:
     learner = config.learner.serving(columns_of(config.algo))
     uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teacher": "the teacher"}
     lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
+    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents]
     return "\n".join(lines)
 
 
 def _engines(config: RunConfig, num_threads: int) -> str:
     """How many engines there are, and what each may compute with."""
-    count = config.engine.count
+    count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
     if count == 1:
         return f"Engine: {num_threads} threads"
     return f"{count} engines of {max(1, num_threads // count)} threads each"

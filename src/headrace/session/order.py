@@ -23,6 +23,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         learner=config.learner,
         algo=config.algo,
         env=config.env,
+        agents=prepared.agents,
         sync=config.sync,
         launch=config.launch,
         devices=prepared.devices,
@@ -34,6 +35,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         chat=prepared.chat,
         run_dir=run_dir,
         total_steps=config.run.steps,
+        branch_weight=1.0 if config.flow.pivots is None else config.flow.pivots.weight,
         on_spans=observers.spans,
         on_event=observers.event,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.algo.losses.custom import Custom
+from headrace.bridges import find_bridge
 from headrace.config.user_code import find_in_file
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.program import find_program
@@ -19,13 +20,14 @@ from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
 from headrace.learner.companions.config import Frozen, OtherModel
-from headrace.models import context_length, load_tokenizer
+from headrace.models import ModelConfig, context_length, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
 from headrace.models.mixtures import routes
 from headrace.rollout import Chat
 from headrace.scoring.reward import reward_reference, split_reference
+from headrace.session.agents import frozen_agents, refuse_misfits
 from headrace.session.config import RunConfig
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.scorer import Score
@@ -68,6 +70,8 @@ class Prepared:
     """Writes and reads the messages of the model."""
     devices: Devices
     """Where engine and learner compute."""
+    agents: Mapping[str, ModelConfig]
+    """What the engines of agents with weights of their own load, by name."""
 
     def fingerprint(self) -> str:
         """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
@@ -92,19 +96,23 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     """
     config = _with_entry(_with_reward(config, inputs))
     _refuse_threads(config)
-    devices = _devices(config, num_gpus() if inputs.gpus is None else inputs.gpus, training=training)
+    agents = frozen_agents(config)
+    gpus = num_gpus() if inputs.gpus is None else inputs.gpus
+    devices = _devices(config, gpus, num_agents=len(agents), training=training)
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
         _refuse_ranks(config)
-    rows = _rows(config.data.path, inputs.data, "data.path") if training else []
-    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path")
+    count, eval_count = config.data.count or 0, config.data.eval_count or 0
+    rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
+    held_out = range(count, count + eval_count)
+    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
     if training and not rows:
         raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
     if not training and not eval_rows:
         raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
     tokenizer = load_tokenizer(config.model.path)
-    if config.env.kind in ("env", "program") and tokenizer.chat_template is None:
+    if config.env.kind in ("env", "program", "bridge") and tokenizer.chat_template is None:
         raise ConfigError(
             f"env.kind={config.env.kind!r} speaks in messages, and the tokenizer of model.path={config.model.path!r} "
             "has no chat template",
@@ -119,6 +127,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         _refuse_too_few_rows(config, len(tasks))
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
     context = _context(config, tasks, eval_tasks)
+    refuse_misfits(config, context)
     if training:
         _refuse_small_passes(config, tasks, context)
     return Prepared(
@@ -130,6 +139,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
         devices=devices,
+        agents=agents,
     )
 
 
@@ -153,13 +163,13 @@ def _refuse_threads(config: RunConfig) -> None:
             )
 
 
-def _devices(config: RunConfig, gpus: int, *, training: bool) -> Devices:
+def _devices(config: RunConfig, gpus: int, *, num_agents: int, training: bool) -> Devices:
     return settle(
         config.engine.device,
         config.learner.device,
         ranks=config.learner.parallel.world if training else 0,
         gpus=gpus,
-        count=config.engine.count,
+        count=config.engine.count + num_agents,
         only_cpu=config.model.deterministic,
     )
 
@@ -243,6 +253,9 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
 def _with_entry(config: RunConfig) -> RunConfig:
     if config.env.kind == "program":
         find_program(config.env.argv)
+    if config.env.kind == "bridge":
+        find_bridge(config.env.entry)
+        return config
     if not config.env.entry:
         return config
     path, name = find_in_file(config.env.entry, "env.entry")
@@ -250,12 +263,13 @@ def _with_entry(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"env": env})
 
 
-def _rows(path: str, given: Rows | None, name: str) -> list[Row]:
+def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
     if given is not None:
-        if path:
-            raise ConfigError(f"{name}={path!r} is set, and rows are handed over too", remedy="give one of them")
+        if path or numbers:
+            instead = f"{name}={path!r}" if path else name.replace("path", "count") + f"={len(numbers)}"
+            raise ConfigError(f"{instead} is set, and rows are handed over too", remedy="give one of them")
         return as_rows(given)
-    return load_rows(Path(path)) if path else []
+    return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
 def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> int:
@@ -305,6 +319,9 @@ def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
     return msgspec.structs.replace(
         sampling,
         record_kept=sampling.truncated and config.learner.keep_sampling_mask,
+        record_entropy=config.observe.record_entropy
+        or "entropies" in config.algo.advantage.reads
+        or (config.flow.pivots is not None and config.flow.pivots.choose == "entropy"),
         record_routing=config.learner.keep_routing and routes(read_config(config.model.path)),
     )
 

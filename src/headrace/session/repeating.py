@@ -25,6 +25,7 @@ import numpy as np
 from headrace.control import Settings, Summary
 from headrace.control.controller import RECOVERY
 from headrace.control.recovery import starting_point
+from headrace.env.agents import TrainedAgent
 from headrace.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
@@ -105,6 +106,11 @@ class Recording:
         died = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if died:
             raise _refused(run_dir, f"a part of it was started again while it ran ({died[0]})")
+        frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
+        if frozen:
+            raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        if config.flow.pivots is not None:
+            raise _refused(run_dir, "flow.pivots is set, and when branches were asked for is not recorded")
         if config.engine.count > 1:
             raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         fates = ledger.conservation()

@@ -107,7 +107,8 @@ def _settings(run_dir: Path) -> RunConfig:
 
 def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
-    batch = collate(step, groups, credit(config.algo, groups))
     flow = config.flow
+    weight = 1.0 if flow.pivots is None else flow.pivots.weight
+    batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight))
     oldest = step - flow.greatest_age if flow.policy.masks_stale else None
     return without_stale(batch, oldest)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +17,6 @@ import msgspec
 from headrace import checkpoint
 from headrace.clock import RealClock
 from headrace.control import Controller, Settings, Summary
-from headrace.control.observer import Observers
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.errors import ConfigError, HeadraceError, LedgerError, StallError
@@ -26,10 +24,7 @@ from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
 from headrace.heap import settled_heap
 from headrace.launch import Component, Order, World, local_world
-from headrace.observe import Recorder, open_view, write_report
-from headrace.observe.report import run_verdict
-from headrace.observe.rundata import load_run
-from headrace.observe.terminal import PlainView, SilentView, View
+from headrace.observe import write_report
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
     CONFIG_FILE,
@@ -46,6 +41,7 @@ from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.repeating import Comparison, Recording, opened
 from headrace.session.running import Interrupts, first_cause, in_own_loop
+from headrace.session.watching import Watching
 from headrace.types.observation import Event, LiveState
 
 FAREWELL_S = 30.0
@@ -111,10 +107,8 @@ async def _train(
             books.append(_open_books(config, run_dir, stack, start))
         write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
-        recorder = stack.enter_context(Recorder(run_dir))
-        view = stack.enter_context(_view(config))
-        observers = Observers((recorder, view))
-        order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=observers)
+        watching = Watching(config, run_dir, RealClock(), stack)
+        order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=watching.observers)
         if recording is not None:
             order = recording.order(order, config.run.stall_timeout_s)
         comparisons: list[Comparison] = []
@@ -133,15 +127,18 @@ async def _train(
                 order=row_order(config, len(prepared.tasks)),
                 curriculum=curriculum(config, len(prepared.tasks)),
                 taught=config.learner.teacher is not None,
+                env_column=config.observe.env_column,
                 fingerprint=prepared.fingerprint(),
             )
             if recording is not None:
                 settings = recording.settings(settings)
                 writer = Comparison(writer, recording)
                 comparisons.append(writer)
-            return Controller(world.parts, settings, ledger=ledger, writer=writer, observers=(observers,))
+            observers = watching.observers
+            watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
+            return watching.controller
 
-        summary = await _run(order, control, start, Watchers(view=view, interrupts=interrupts))
+        summary = await _run(order, control, start, Watchers(watching=watching, interrupts=interrupts))
         return comparisons[0].finish(summary) if comparisons else summary
 
 
@@ -168,7 +165,7 @@ def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: Start
 class Watchers:
     """Who watches a run from outside, and may end it."""
 
-    view: View
+    watching: Watching
     interrupts: Interrupts
 
 
@@ -183,15 +180,15 @@ async def _run(
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
             world.send_recoveries_to(controller.recovers)
-            pulse = group.create_task(_pulse(controller, world, watchers.view))
+            pulse = group.create_task(_pulse(controller, world, watchers.watching))
             with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap():
-                summary = _finish(controller, await controller.run(start))
+                summary = _finish(controller, await controller.run(start), watchers.watching)
             pulse.cancel()
     except BaseException as error:
         cause = first_cause(error)
         if controller is not None:
             _tell_who_waited(controller, cause)
-            await _last_words(controller, cause)
+            await _last_words(controller, cause, watchers.watching)
         if cause is error:
             raise
         raise cause from None
@@ -209,33 +206,30 @@ def _tell_who_waited(controller: Controller, cause: BaseException) -> None:
         cause.problem = "\n".join([cause.problem, *controller.state.board.in_brief()])
 
 
-async def _last_words(controller: Controller, cause: BaseException) -> None:
+async def _last_words(controller: Controller, cause: BaseException, watching: Watching) -> None:
     """Write what the run came to, as far as that can be: the disk or the ledger may be what went wrong."""
     with suppress(HeadraceError, TimeoutError):  # where the ledger hangs, its books cannot be counted either
         with suppress(HeadraceError):
             controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FAREWELL_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-        _finish(controller, controller.summary(status, cause=str(cause)))
+        _finish(controller, controller.summary(status, cause=str(cause)), watching)
 
 
-def _finish(controller: Controller, summary: Summary) -> Summary:
-    """Write the summary, then once more with the verdict that the report will find."""
-    run_dir = controller.state.parts.run_dir
-    write_json(run_dir / SUMMARY_FILE, summary)
-    verdict = run_verdict(load_run(run_dir)) if summary.tokens_trained else None
-    summary = msgspec.structs.replace(summary, verdict=str(verdict or ""))
-    write_json(run_dir / SUMMARY_FILE, summary)
+def _finish(controller: Controller, summary: Summary, watching: Watching) -> Summary:
+    """Write the summary with the verdict on the run."""
+    summary = msgspec.structs.replace(summary, verdict=watching.verdict())
+    write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 
 
-async def _pulse(controller: Controller, world: World, view: View) -> None:
+async def _pulse(controller: Controller, world: World, watching: Watching) -> None:
     """Renew the view and ``status.json``; the last status says that all has ended."""
     try:
         while True:
-            live = controller.live()
-            view.update(live)
-            _write_status(controller, live, world, world.components())
+            components = world.components()
+            live = watching.look(controller, components)
+            _write_status(controller, live, world, components)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
@@ -254,14 +248,6 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
         waits=controller.state.board.in_words().splitlines(),
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
-
-
-def _view(config: RunConfig) -> View:
-    if config.observe.view == "none":
-        return SilentView()
-    if config.observe.view == "plain":
-        return PlainView(sys.stdout, config.run.steps)
-    return open_view(sys.stdout, config.run.steps)
 
 
 @contextmanager

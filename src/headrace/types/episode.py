@@ -32,6 +32,8 @@ class StopReason(enum.StrEnum):
     """Its request was withdrawn."""
     DEADLINE = "deadline"
     """Its request's time was up."""
+    SPLIT = "split"
+    """It did not: the turn was cut here afterwards, and goes on in another."""
 
 
 class EpisodeStatus(enum.StrEnum):
@@ -63,6 +65,26 @@ class EpisodeStatus(enum.StrEnum):
         return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
+def role_of(agent: str) -> str:
+    """Agents of one role are told apart by what follows a slash; policy and baseline are of the role.
+
+    >>> role_of("solver/2"), role_of("proposer")
+    ('solver', 'proposer')
+    """
+    return agent.partition("/")[0]
+
+
+class Branch(NamedTuple):
+    """Which branch a turn belongs to that was resampled from within a turn of its episode."""
+
+    pivot: int
+    """Where it leaves the episode: the branches of one pivot are compared with each other."""
+    number: int
+    """Which of those it is."""
+    reward: float | None
+    """What the branch earned as a whole; ``None`` where it has no reward, and carries no loss."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """Contiguous tokens by one author."""
@@ -83,6 +105,10 @@ class Turn:
     reward: float | None = None
     """What of its episode's reward was earned here; ``None`` where nobody said. What turns do not account for belongs
     to the last one."""
+    process: float | None = None
+    """The process reward of a segment, beside its episode's reward; ``None`` where there is none."""
+    branch: Branch | None = None
+    """Of a turn that was resampled; ``None`` for those of the episode itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +127,8 @@ class TurnPart:
     """The experts of every token before the turn, on the first part; ``None`` where nothing was recorded."""
     lost: str = ""
     """Why the parts before this one are void; empty where they are not."""
+    request_id: int | None = None
+    """What the engine calls the sequence that it is of; ``None`` for one of an earlier life."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,11 +145,25 @@ class Episode:
     """Why it failed, was left out or masked: ``reason`` or ``reason: words``; empty otherwise."""
     parts: dict[str, float] = field(default_factory=dict)
     """The components of its reward by name, clamped and not weighted; empty where it has but one."""
+    agent_rewards: dict[str, float] = field(default_factory=dict)
+    """What each agent earned, where that is told apart: every one is then credited with its own."""
+
+    @property
+    def length(self) -> int:
+        """Sampled tokens of the episode itself, those of branches aside."""
+        return sum(int(turn.tokens.sampled_T.sum()) for turn in self.turns if turn.branch is None)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that a policy sampled, over all turns."""
         return sum(int(turn.tokens.sampled_T.sum()) for turn in self.turns)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What agents earned, those aside that answered and whose answers carry no loss."""
+        answers = [turn for turn in self.turns if turn.stop_reason is not None]
+        idle = {turn.author for turn in answers} - {turn.author for turn in answers if not turn.untrained}
+        return {agent: reward for agent, reward in self.agent_rewards.items() if agent not in idle}
 
     def leaves(self) -> list[int]:
         """Indices of the turns that no other turn continues."""

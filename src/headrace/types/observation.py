@@ -34,6 +34,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When the step ended, on the machine's clock: the zero that spans have."""
     wall_s: float
     """Seconds since the run started, at the end of the step."""
+    unix_s: float = 0.0
+    """Seconds since 1970 at that moment: ``unix_s − clock_s`` puts spans on the calendar."""
     reward_mean: float | None = None
     """Over the episodes of the step's batch; ``None`` where nothing was scored."""
     reward_sampled: float | None = None
@@ -50,7 +52,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     eval_version: int | None = None
     """The version that was committed when that measurement began."""
     metrics: Mapping[str, float | None] = {}
-    """What loss, correction and optimizer report: ``loss``, ``grad_norm``, ``clip_frac``, ``lr``, ``mismatch_kl``."""
+    """What loss, correction and optimizer report, and what is measured of episodes and parts. Every name is a row of
+    :data:`headrace.types.metrics.REGISTRY`."""
     trained_tokens: int = 0
     """Tokens that carried loss in this step."""
     generated_tokens: int = 0
@@ -61,6 +64,10 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How long the learner waited for this step's batch."""
     exposed_sync_s: float = 0.0
     """How long the learner stood still for the sync after the step: the copy of its weights."""
+    straggler_s: float = 0.0
+    """Of ``wait_s``, how long nine in ten episodes of the batch had ended."""
+    held_back_s: float = 0.0
+    """Since the last step: as many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
     commit_gap_s: float | None = None
     """How long the engine stood still to commit the latest version; ``None`` where none has been committed since the
     last step."""
@@ -76,20 +83,87 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes left out of groups that were kept, or masked, since this life of the run started, by reason."""
     dropped_tokens: dict[str, int] = {}
     """Tokens of trained groups that could carry no loss, since this life of the run started, by reason."""
+    wasted_tokens: dict[str, int] = {}
+    """Every token that was sampled and will not be trained, since this life of the run started, by reason: those of
+    dropped groups, of episodes left out, of tokens that could carry no loss, and what weight updates threw away."""
 
 
-class Fractions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time went, each a fraction of one interval between 0 and 1."""
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time and the tokens of one interval went. Accounts of intervals that follow each other add up.
 
-    engine_idle: float = 0.0
-    """The engine ran no step."""
-    learner_idle: float = 0.0
-    """The learner neither trained nor copied its weights."""
-    scoring: float = 0.0
+    >>> both = Account(seconds=2.0, learner_busy_s=1.0) + Account(seconds=2.0, wasted_tokens={"stale": 3})
+    >>> both.learner_idle, both.wasted_tokens
+    (0.75, {'stale': 3})
+    """
+
+    seconds: float = 0.0
+    """Its length."""
+    engine_busy_s: float = 0.0
+    """In steps of the engine; of several engines, their mean."""
+    prefill_s: float = 0.0
+    """Of these, on prompts."""
+    learner_busy_s: float = 0.0
+    """The learner trained, copied its weights or saved them."""
+    scoring_s: float = 0.0
     """Engine and learner both stood idle while a reward was being computed."""
-    sync: float = 0.0
-    """Somebody stood still for the sync: the learner copied its weights, the engine committed, or both waited while a
-    version was on its way."""
+    sync_s: float = 0.0
+    """Somebody stood still for the sync: the learner copied its weights or waited for a buffer, the engine committed,
+    or both waited while a version was on its way."""
+    exposed_sync_s: float = 0.0
+    """Of these, the learner stood still."""
+    straggler_s: float = 0.0
+    """The learner waited for a batch of whose episodes nine in ten had ended."""
+    held_back_s: float = 0.0
+    """As many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    """That carried loss."""
+    wasted_tokens: dict[str, int] = {}
+    """Sampled, and never to be trained, by reason."""
+
+    def __add__(self, later: Account) -> Account:
+        """Both intervals as one."""
+        sums = {
+            name: value + getattr(later, name)
+            for name, value in msgspec.structs.asdict(self).items()
+            if name != _WASTED
+        }
+        wasted = {
+            reason: self.wasted_tokens.get(reason, 0) + later.wasted_tokens.get(reason, 0)
+            for reason in (*self.wasted_tokens, *later.wasted_tokens)
+        }
+        return Account(**sums, wasted_tokens=wasted)
+
+    @property
+    def engine_idle(self) -> float:
+        """The fraction of the time in which the engine ran no step."""
+        return 1.0 - self.of_time(self.engine_busy_s) if self.seconds > 0 else 0.0
+
+    @property
+    def learner_idle(self) -> float:
+        """The fraction of the time in which the learner neither trained, copied nor saved."""
+        return 1.0 - self.of_time(self.learner_busy_s) if self.seconds > 0 else 0.0
+
+    @property
+    def scoring(self) -> float:
+        """``scoring_s`` as a fraction of the time."""
+        return self.of_time(self.scoring_s)
+
+    @property
+    def sync(self) -> float:
+        """``sync_s`` as a fraction of the time."""
+        return self.of_time(self.sync_s)
+
+    def of_time(self, part_s: float) -> float:
+        """``part_s`` as a fraction of the interval, between 0 and 1; 0 of no interval."""
+        return min(1.0, max(0.0, part_s / self.seconds)) if self.seconds > 0 else 0.0
+
+    def per_second(self, tokens: int) -> float:
+        """A rate; 0 over no interval."""
+        return tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+_WASTED = "wasted_tokens"
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,12 +209,18 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueCounts = QueueCounts()
     ages: dict[int, int] = {}
     """Trained tokens since the run started, by age in versions."""
-    fractions: Fractions | None = None
+    throughput: tuple[float, ...] = ()
+    """Tokens trained per second in every step so far."""
+    waited: tuple[float, ...] = ()
+    """The fraction of every step so far that the learner waited for its batch."""
+    account: Account | None = None
     """Since the first rollout; ``None`` before it."""
+    verdict: str = ""
+    """What holds the run up, in words; empty while nobody can tell."""
     waits: tuple[Wait, ...] = ()
     """One row per loop."""
     warnings: tuple[str, ...] = ()
-    """The latest last."""
+    """The latest last, alarms included."""
     sample: str = ""
     """A completion that the policy wrote lately: text of a model, never to be trusted."""
     sample_reward: float | None = None

@@ -39,6 +39,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """With the position it fixes each draw, whatever else is in the batch."""
     record_kept: bool = False
     """Whether each token comes with what it was drawn from."""
+    record_entropy: bool = False
+    """Whether each token comes with the entropy of the distribution it was drawn from."""
     record_routing: bool = False
     """Whether each token of prompt and answer comes with its experts."""
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.recorded import KeptSets, Routing
-from headrace.types.versions import NOT_SAMPLED, oldest
+from headrace.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 __all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
 
@@ -34,18 +34,23 @@ class Tokens:
     """Log-probability under the distribution that was really sampled from (log μ); 0 where nothing was sampled.
     A non-finite value is kept as it is: the loss drops and counts that token."""
     versions_T: IntColumn
-    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did, a negative number below it where the
-    weights were :func:`~headrace.types.versions.mixed`."""
+    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did, ``FROZEN`` where weights did that are
+    not trained, a negative number below ``NOT_SAMPLED`` where they were :func:`~headrace.types.versions.mixed`."""
     kept: KeptSets | None = None
     """What each token was drawn from; ``None`` where nothing was recorded."""
     routing: Routing | None = None
     """The experts that computed each token as input; ``None`` where nothing was recorded."""
+    entropies_T: FloatColumn | None = None
+    """Entropy of the distribution that each was drawn from, in nats: tempered, not truncated. 0 for a token of which
+    none was recorded; ``None`` where that is so for all."""
 
     def __post_init__(self) -> None:
         columns: tuple[tuple[str, Any], ...] = (
-            ("ids_T", np.int32), ("logprobs_T", np.float32), ("versions_T", np.int32),
+            ("ids_T", np.int32), ("logprobs_T", np.float32), ("versions_T", np.int32), ("entropies_T", np.float32),
         )  # fmt: skip
         for name, dtype in columns:
+            if getattr(self, name) is None:
+                continue
             column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
             if column.ndim != 1 or len(column) != len(self.ids_T):
                 raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
@@ -77,6 +82,7 @@ class Tokens:
             versions_T=np.concatenate([part.versions_T for part in parts]),
             kept=_concat_kept(parts),
             routing=_concat_routing(parts),
+            entropies_T=_concat_entropies(parts),
         )
 
     @property
@@ -88,18 +94,28 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.ids_T)
 
+    def __getitem__(self, span: slice) -> Tokens:
+        return Tokens(
+            ids_T=self.ids_T[span],
+            logprobs_T=self.logprobs_T[span],
+            versions_T=self.versions_T[span],
+            kept=None if self.kept is None else self.kept[span],
+            routing=None if self.routing is None else self.routing[span],
+            entropies_T=None if self.entropies_T is None else self.entropies_T[span],
+        )
+
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens.concat([self, other])
 
 
 def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
-    """The oldest and newest version that sampled one of their tokens; ``None`` if nothing was sampled.
+    """The oldest and newest version of the policy that sampled one of their tokens; ``None`` if it sampled none.
 
     >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
     """
     versions_N = np.concatenate([span.versions_T for span in spans]) if spans else np.empty(0, np.int32)
-    sampled = oldest(versions_N[versions_N != NOT_SAMPLED])
+    sampled = oldest(versions_N[(versions_N != NOT_SAMPLED) & (versions_N != FROZEN)])
     return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
 
 
@@ -107,6 +123,13 @@ def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
     if all(part.kept is None for part in parts):
         return None
     return KeptSets.concat([KeptSets.none(len(part)) if part.kept is None else part.kept for part in parts])
+
+
+def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
+    if all(part.entropies_T is None for part in parts):
+        return None
+    known = [np.zeros(len(part), np.float32) if part.entropies_T is None else part.entropies_T for part in parts]
+    return np.concatenate(known)
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:

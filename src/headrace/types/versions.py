@@ -13,6 +13,9 @@ import numpy.typing as npt
 NOT_SAMPLED = -1
 """The version of a token that no policy sampled: prompts, tool results, templates."""
 
+FROZEN = 2**31 - 1
+"""The version of a token that an agent with frozen weights sampled: they are none of the run's, and never age."""
+
 INITIAL = 0
 """The version of the weights that a run starts from."""
 

@@ -29,7 +29,7 @@ class _Array(Protocol):
         ...
 
 
-PER_TOKEN = ("process", "entropies", "energies", "log_mu", "log_nu", "values")
+PER_TOKEN = ("process", "entropies", "segments", "energies", "log_mu", "log_nu", "values")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class Outcomes:
     """Process reward of each token."""
     entropies_N: Floats | None = None
     """Entropy of the policy at each token."""
+    segments_N: Ints | None = None
+    """The segment of each token; equal integers in one episode are one segment."""
     energies_N: Floats | None = None
     """‖∇ log π‖² of each token, or its proxy 1 − 2π + Σπ²."""
     log_mu_N: Floats | None = None
@@ -75,8 +77,8 @@ class Outcomes:
         }  # fmt: skip
         tokens = 0 if self.lengths_E is None else int(self.lengths_E.sum())
         per_token = {
-            "process": self.process_N, "entropies": self.entropies_N, "energies": self.energies_N,
-            "log_mu": self.log_mu_N, "log_nu": self.log_nu_N, "values": self.values_N,
+            "process": self.process_N, "entropies": self.entropies_N, "segments": self.segments_N,
+            "energies": self.energies_N, "log_mu": self.log_mu_N, "log_nu": self.log_nu_N, "values": self.values_N,
         }  # fmt: skip
         for expected, what, columns in ((rows, "reward", per_episode), (tokens, "token", per_token)):
             for name, column in columns.items():
@@ -130,7 +132,8 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
         values = plain(column, name)
         if name in PER_TOKEN:
             floats = [_floats(plain(row, name)) for row in values]
-            records[f"{name}_N"] = np.concatenate([np.zeros(0), *floats])
+            column_N = np.concatenate([np.zeros(0), *floats])
+            records[f"{name}_N"] = labels(column_N.tolist()) if name == "segments" else column_N
             records.setdefault("lengths_E", np.array([len(row) for row in floats], np.int64))
         elif name == "lengths":
             records["lengths_E"] = _whole_numbers(values)

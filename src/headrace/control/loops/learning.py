@@ -82,6 +82,7 @@ class LearningLoop:
         self._free_since_s = clock.now()
         done = StepDone(
             groups=ordered.groups,
+            ordered_s=ordered.ordered_s,
             report=report,
             ages=ordered.ages,
             waited_s=waited_s,

@@ -34,9 +34,13 @@ class RolloutLoop:
         unblocked_by="sync (a commit frees slots), engine",
     )
 
-    def __init__(self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn) -> None:
+    def __init__(
+        self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn, on_part: Callable[[TurnPart], None]
+    ) -> None:
+        """``on_part`` is handed every token of every turn, those of an earlier life included."""
         self._state = state
         self._finished = finished
+        self._on_part = on_part
         self._unfit_in_a_row = 0
         self._attempted: dict[EpisodeKey, Task] = {}
         resting = 0 if state.curriculum is None else state.curriculum.num_rest
@@ -47,9 +51,10 @@ class RolloutLoop:
             sampling=state.parts.sampling,
             run_seed=state.run.seed,
             on_tokens=lambda _: state.board.progress(),
-            on_part=state.flow.running_turns.add,
+            on_part=self._grew,
             on_turn=lambda key, prompt_ids_T, turn: on_turn(key, self._attempted[key], prompt_ids_T, turn),
             note=lambda text: state.warn(text, kind=text),
+            agents=state.parts.agents,
             chat=state.parts.chat,
             limits=state.parts.limits,
             timeout_s=state.parts.episode_timeout_s,
@@ -64,9 +69,16 @@ class RolloutLoop:
         async with asyncio.TaskGroup() as episodes:
             while state.flow.starts_groups:
                 self._start_admitted(episodes)
-                held = state.flow.state.num_held
+                held, since_s = state.flow.state.num_held, state.parts.clock.now()
+                held_back = state.flow.state.room <= 0 and not state.parts.engine.stats().waiting
                 with state.board.waiting("rollout", f"a free slot ({held} groups hold one)", on="learner, sync"):
                     await state.flow.changed.wait()
+                if held_back:
+                    state.tally.held_back_s += state.parts.clock.now() - since_s
+
+    def _grew(self, part: TurnPart) -> None:
+        self._state.flow.running_turns.add(part)
+        self._on_part(part)
 
     def _nothing_fits(self, what: str) -> DataError:
         return DataError(
@@ -109,6 +121,7 @@ class RolloutLoop:
         group = OpenGroup(number=admission.number, task=task, size=config.group_size, first=config.first)
         group.num_finished = sum(episode.reward is not None for episode in admission.ended)
         state.flow.start(group.number)
+        state.attempts.begin(group.number, task.row)
         ended = {episode.key.place for episode in admission.ended}
         for episode in admission.ended:
             episodes.create_task(self._finished.put((group, episode)))
@@ -135,10 +148,12 @@ class RolloutLoop:
             return
         withdrawal = group.running[place] = Withdrawal()
         self._attempted[key] = group.task
+        for part in begun:
+            self._on_part(part)
         with self._state.board.asking("rollout", "an episode", of="engine or environment"):
             episode = await self._runner.run(key, group.task, withdrawal, begun)
         del group.running[place], self._attempted[key]
-        self._state.span("rollout", "episode", start_s)
+        self._state.episode_ended(key, start_s)
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)
         await self._finished.put((group, episode))

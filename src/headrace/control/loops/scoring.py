@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from headrace.control.board import LoopContract
 from headrace.control.drought import Drought
 from headrace.control.evaluation import completion_text
 from headrace.control.groups import Closed, OpenGroup, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
+from headrace.control.measuring import own_length, sampled_length
+from headrace.control.pivots import PivotResampler
 from headrace.control.state import RunState
-from headrace.control.turns import TurnScores
+from headrace.control.together import Together
+from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
+from headrace.flow.ledger import Ledger
 from headrace.scoring import Graded
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
@@ -37,7 +42,11 @@ class ScoringLoop:
         self._failed_in_a_row = 0
         self._last_cause = ""
         self._turns: TurnScores | None = None
+        self._at_it = Together("scoring", "score", state.observers, state.parts.clock)
         config = state.flow_config
+        self._pivots: PivotResampler | None = None
+        if config.pivots is not None:
+            self._pivots = PivotResampler(state, config.pivots, judge=self._judge, on_turn=self.turn_ended)
         self._drought = Drought(most=config.max_idle_batches * config.groups_per_step)
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
@@ -46,12 +55,31 @@ class ScoringLoop:
         state = self._state
         async with asyncio.TaskGroup() as scorings:
             if state.parts.turn_scorer is not None:
-                self._turns = TurnScores(state, state.parts.turn_scorer, scorings)
+                self._turns = TurnScores(state.parts, state.parts.turn_scorer, scorings, self._asking_for_turn)
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
                     group, episode = await self._finished.get()
                 state.board.working("scoring", f"group {group.number}")
                 self._take(group, episode, scorings)
+
+    @contextmanager
+    def _asking_for_turn(self) -> Iterator[None]:
+        """While a turn is scored."""
+        state = self._state
+        start_s = state.parts.clock.now()
+        with state.board.asking("scoring", "a process reward", of="scoring workers"):
+            yield
+        state.span("scoring turns", "turn", start_s)
+
+    def recall(self, ledger: Ledger, step: int) -> None:
+        """The run goes on from a checkpoint at ``step``."""
+        if self._pivots is not None:
+            self._pivots.recall(ledger, step)
+
+    def turn_grew(self, part: TurnPart) -> None:
+        """Tokens of a turn have arrived."""
+        if self._pivots is not None:
+            self._pivots.trails.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
         """A turn has been sampled; its episode may go on."""
@@ -77,45 +105,64 @@ class ScoringLoop:
                 scorings.create_task(self._score(group, unscored))
 
     async def _score(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+        await self._rate(group, episodes)
+        await self._grow(group, episodes)
+        self._ended(group, episodes)
+
+    async def _grow(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+        """Add branches to those that have failed."""
+        if self._pivots is None:
+            return
+        async with asyncio.TaskGroup() as growing:
+            for episode in episodes:
+                growing.create_task(self._pivots.grow(group, episode))
+
+    async def _judge(self, group: OpenGroup, attempts: Sequence[Episode]) -> None:
+        """Score attempts that are to be branches, if they have come to their end."""
+        finished = [attempt for attempt in attempts if attempt.status is EpisodeStatus.FINISHED]
+        for attempt in attempts:
+            if self._turns is not None and attempt.status is not EpisodeStatus.FINISHED:
+                self._turns.forget(attempt.key)
+        for attempt in finished:
+            if attempt.reward is not None:
+                await self._grade(attempt, Graded(reward=attempt.reward))
+        if unscored := [attempt for attempt in finished if not attempt.status.ended]:
+            await self._rate(group, unscored)
+
+    async def _rate(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
-        start_s = state.parts.clock.now()
-        with state.board.asking("scoring", "a reward", of="scoring workers"):
+        with state.board.asking("scoring", "a reward", of="scoring workers"), self._at_it.one():
             scores = await state.parts.scorer.score(group.task, texts)
-        state.span("scoring", "score", start_s)
         for note in scores.notes:
             state.warn(note)
         for place, episode in enumerate(episodes):
             await self._grade(episode, scores.of(place))
         state.tally.last_sample, state.tally.last_sample_reward = texts[-1], episodes[-1].reward
-        self._ended(group, episodes)
 
     async def _conclude(self, group: OpenGroup, episode: Episode, graded: Graded) -> None:
         await self._grade(episode, graded)
+        await self._grow(group, [episode])
         self._ended(group, [episode])
 
     async def _grade(self, episode: Episode, graded: Graded) -> None:
         """Put together what the whole episode earned and what its turns did."""
-        parts, turn_scorer = dict(graded.parts), self._state.parts.turn_scorer
-        if self._turns is not None and turn_scorer is not None:
-            turns = await self._turns.join(episode)
-            both = {**parts, **turns.parts}
-            parts = {label: both[label] for label in turn_scorer.labels if label in both}
-            if graded.reward is None or turns.reward is None:
-                graded = graded if graded.reward is None else turns
-            else:
-                graded = Graded(reward=graded.reward + turns.reward)
-        episode.reward, episode.parts = graded.reward, parts
-        episode.cause = graded.failure or ("reward_none" if graded.reward is None else "")
-        episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED
+        if self._turns is not None:
+            graded = await self._turns.add(episode, graded)
+        settle(episode, graded)
 
     def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state
         for episode in episodes:
             group.episodes[episode.key.place] = episode
+            if self._pivots is not None:
+                self._pivots.ended(episode)
             state.flow.end_episode(episode)
+            state.tally.fresh_lengths.append(own_length(episode))
             if episode.status is EpisodeStatus.LEFT_OUT:
                 state.tally.set_aside[episode.cause] += 1
+            if episode.status.untrained:
+                state.tally.wasted_tokens[episode.cause.partition(":")[0]] += sampled_length(episode)
             if episode.reward is not None:
                 state.tally.fresh_rewards.append(episode.reward)
             if episode.status is EpisodeStatus.FAILED:
@@ -142,6 +189,10 @@ class ScoringLoop:
             state.flow.scored(closed.group)
             return
         state.flow.drop(group.number, closed.reason)
+        if self._pivots is not None:
+            self._pivots.dropped(group.number)
+        sampled = [sampled_length(episode) for episode in group.in_order if not episode.status.untrained]
+        state.tally.wasted_tokens[closed.reason] += sum(sampled)
         if closed.dropped_by is None:
             self._stop_if_all_fail()
             return
@@ -157,6 +208,8 @@ class ScoringLoop:
             places = [e.key.place for e in closed.changed if (e.status, e.cause) == (status, reason)]
             self._state.flow.drop_episodes(closed.group.number, places, status=status, reason=reason)
             self._state.tally.set_aside[reason] += len(places)
+        for episode in closed.changed:
+            self._state.tally.wasted_tokens[episode.cause.partition(":")[0]] += sampled_length(episode)
 
     def _stop_if_all_fail(self) -> None:
         self._failed_in_a_row += 1

@@ -17,7 +17,7 @@ GAUGES = frozenset({
 
 def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
     """Sums over the engines that are there and, of the counters, what those that are ``gone`` had come to;
-    ``busy_s`` is the mean over ``size`` engines.
+    ``busy_s`` and ``prefill_s`` are means over ``size`` engines.
 
     >>> now, gone = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
     >>> sums = total([now], gone, version=4, size=2)
@@ -34,4 +34,5 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
             if name in sums:
                 sums[name] += value
     sums["busy_s"] /= size
+    sums["prefill_s"] /= size
     return EngineStats(version=version, **sums)

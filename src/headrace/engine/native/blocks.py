@@ -197,6 +197,10 @@ class BlockPool:
         self.share(table[:full])
         return Forked(table=[*table[:full], *fresh], copy=(table[full], fresh[0]))
 
+    def held_once(self, block: int) -> bool:
+        """Whether it has one holder: nobody else may be filling it in this pass."""
+        return self._refs[block] == 1
+
     def taint(self, blocks: Iterable[int]) -> None:
         """Held blocks whose contents must not be used: registered but not computed, or not finite. Nobody finds them
         any more; when the last holder lets go of one, :meth:`take_dirty` names it."""

@@ -24,6 +24,7 @@ from headrace.engine.native.sampler import (
     Draw,
     Limits,
     LogSoftmax,
+    entropies,
     find_support,
     sample,
     sample_from,
@@ -53,6 +54,9 @@ class Controls:
         self._min_p_R = np.zeros(num_rows, np.float64)
         self._truncated_R = np.zeros(num_rows, bool)
         self._recorded_R = np.zeros(num_rows, bool)
+        self._entropic_R = np.zeros(num_rows, bool)
+        self._asked_R = np.ones(num_rows, np.float32)
+        """Temperatures as they were asked for."""
         self._changes = Changes(num_rows, device)
         self._plain = True
 
@@ -69,6 +73,7 @@ class Controls:
         self._min_p_R[row] = 0.0 if greedy else sampling.min_p
         self._truncated_R[row] = certain or (sampling.truncated and not greedy)
         self._recorded_R[row] = sampling.record_kept and self._truncated_R[row]
+        self._entropic_R[row], self._asked_R[row] = sampling.record_entropy, sampling.temperature
         self._changes.join(row, sampling, prompt_ids_T, answer_ids_T)
         self._resize(row + 1)
 
@@ -76,7 +81,7 @@ class Controls:
         """Rows have left: those of ``sources`` take the places of ``targets``; ``count`` are in use now."""
         for column in (
             self._temperatures_R, self._keys_R, self._top_k_R, self._top_p_R, self._min_p_R, self._truncated_R,
-            self._recorded_R,
+            self._recorded_R, self._entropic_R, self._asked_R,
         ):  # fmt: skip
             column[targets] = column[sources]
         self._changes.move(sources, targets)
@@ -91,6 +96,14 @@ class Controls:
         if self._plain:
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
         logits_DV = self._changes.apply(logits_DV, rows)
+        draw = self._draw(logits_DV, temperatures_D, draws_D, rows)
+        if not self._entropic_R[rows].any():
+            return draw
+        asked_D = self._tensor(self._asked_R[rows])
+        return dataclasses.replace(draw, entropies_R=entropies(logits_DV, asked_D))
+
+    def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
+        """From the logits after bias and penalties."""
         cut = np.flatnonzero(self._truncated_R[rows])
         if not len(cut):
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
@@ -130,7 +143,9 @@ class Controls:
 
     def _resize(self, count: int) -> None:
         self._count = count
-        self._plain = not (self._truncated_R[:count].any() or self._changes.any(count))
+        self._plain = not (
+            self._truncated_R[:count].any() or self._entropic_R[:count].any() or self._changes.any(count)
+        )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

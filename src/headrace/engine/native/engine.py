@@ -164,7 +164,7 @@ class NativeEngine:
             self._postprocess(self._run(schedule) if len(schedule.rows_R) else [])
             self._steps += 1
         self._swaps.settle()
-        self._busy_s += self._clock.now() - started_s
+        self._busy_s += self._scheduler.took(self._clock.now() - started_s)
         return self._outbox.take()
 
     def score(self, request: Score) -> FloatColumn:
@@ -215,6 +215,7 @@ class NativeEngine:
         return EngineStats(
             version=self._swaps.version,
             busy_s=self._busy_s,
+            prefill_s=scheduler.prefill_s,
             steps=self._steps,
             generated_tokens=self._generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,
@@ -257,8 +258,7 @@ class NativeEngine:
             self._routes.copy(sources, targets)
 
     def _clear_dirty(self) -> None:
-        dirty = self._scheduler.take_dirty()
-        if dirty:
+        if dirty := self._scheduler.take_dirty():
             self._cache.clear(dirty)
 
     @torch.inference_mode()
@@ -290,7 +290,8 @@ class NativeEngine:
     def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int) -> _Drawn:
         draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
         self._controls.append(draw.ids_R, rows_D)
-        self._rows.record(rows_D, draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), stamp)
+        entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()
+        self._rows.record(rows_D, draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), stamp, entropies_D)
         self._rows.record_kept(rows_D, draw.kept)
         self._generated_tokens += len(rows_D)
         return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())

@@ -107,10 +107,10 @@ class Intake:
         prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
             given = prompt_ids_T
-            num_prompt, parent, insists = len(given), None, None
+            num_prompt, parent, insists, lineage = len(given), None, None, None
         else:
             past = self._fork_point(request, fork, name, version)
-            given, num_prompt = past.ids_T[: past.num_given + fork.at].copy(), past.num_prompt
+            given, num_prompt, lineage = past.ids_T[: past.num_given + fork.at].copy(), past.num_prompt, past.ids_T
             parent = self.known.get(fork.parent)
             insists = version if fork.stale is StaleFork.REFUSE and past.version != NOT_SAMPLED else None
         return Sequence(
@@ -121,6 +121,7 @@ class Intake:
             deadline_s=np.inf if request.deadline_s is None else now_s + request.deadline_s,
             parent=parent,
             reuses=fork is not None and fork.stale is StaleFork.REUSE,
+            lineage_T=lineage,
             insists=insists,
             answer=self._answer(request, name),
         )
@@ -138,9 +139,9 @@ class Intake:
             wrong = f"an answer of {count} tokens has reached max_new_tokens={most}"
         if wrong:
             raise RequestError(f"{name}: {wrong}", remedy="continue only what has not ended, with its own ids")
-        none = np.zeros(count, np.int32)
+        none, zero = np.zeros(count, np.int32), np.zeros(count, np.float32)
         return Answer(
-            ids_T=checked.ids_T, logprobs_T=none.astype(np.float32), versions_T=none, num_flushed=count
+            ids_T=checked.ids_T, logprobs_T=zero, versions_T=none, entropies_T=zero, num_flushed=count
         )  # fmt: skip
 
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:

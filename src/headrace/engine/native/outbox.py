@@ -70,6 +70,9 @@ class Outbox:
             logprobs_T=none.astype(np.float32) if answer is None else answer.logprobs_T[start:],
             versions_T=none if answer is None else answer.versions_T[start:],
             kept=gather(sequence.kept) if sequence.request.sampling.record_kept else None,
+            entropies_T=(none.astype(np.float32) if answer is None else answer.entropies_T[start:])
+            if sequence.request.sampling.record_entropy
+            else None,
             restarted=sequence.restarted,
         )
 

@@ -59,6 +59,7 @@ class Rows:
         self.ids_RC = np.zeros((num_rows, num_columns), np.int32)
         self._logprobs_RC = np.zeros((num_rows, num_columns), np.float32)
         self._versions_RC = np.zeros((num_rows, num_columns), np.int32)
+        self._entropies_RC = np.zeros((num_rows, num_columns), np.float32)
         self.tables_RB = np.zeros((num_rows, blocks_for(num_columns)), np.int32)
         self.held_R = np.zeros(num_rows, np.int64)
         """Blocks of each row's table."""
@@ -75,6 +76,7 @@ class Rows:
         self.pin_R = np.full(num_rows, NO_ROW, np.int64)
         """The version that each is pinned to; negative for none."""
         self._recorded_R = np.zeros(num_rows, bool)
+        self._entropic_R = np.zeros(num_rows, bool)
         self._flushed_R = np.zeros(num_rows, np.int64)
         self._longest_R = np.zeros(num_rows, np.int64)
         self._stops_RS = np.full((num_rows, 1), _NO_ID, np.int64)
@@ -95,12 +97,13 @@ class Rows:
         if answer is not None:
             span = slice(num_given, num_given + len(answer.ids_T))
             self.ids_RC[row, span], self._logprobs_RC[row, span] = answer.ids_T, answer.logprobs_T
-            self._versions_RC[row, span] = answer.versions_T
+            self._versions_RC[row, span], self._entropies_RC[row, span] = answer.versions_T, answer.entropies_T
             self.length_R[row], self._flushed_R[row] = span.stop, num_given + answer.num_flushed
         self.held_R[row], self.computed_R[row] = 0, num_cached
         self.extend(row, table)
         self.priority_R[row], self.arrival_R[row] = sequence.request.priority, sequence.arrival
         self.routed_R[row], self._recorded_R[row] = sampling.record_routing, sampling.record_kept
+        self._entropic_R[row] = sampling.record_entropy
         self.strings_R[row] = bool(sampling.stop)
         self.pin_R[row] = NO_ROW if sequence.pin is None else sequence.pin
         self._longest_R[row] = sequence.longest
@@ -117,7 +120,8 @@ class Rows:
         targets = np.flatnonzero(~stays[:left])
         sources = left + np.flatnonzero(stays[left:])
         longest = int(self.length_R[sources].max(initial=0))
-        for wide in (self.ids_RC, self._logprobs_RC, self._versions_RC):
+        entropies = [self._entropies_RC] if self._entropic_R[sources].any() else []
+        for wide in (self.ids_RC, self._logprobs_RC, self._versions_RC, *entropies):
             wide[targets, :longest] = wide[sources, :longest]
         for column in self._columns():
             column[targets] = column[sources]
@@ -150,12 +154,16 @@ class Rows:
         """These rows, those that are preempted last first."""
         return rows[np.lexsort((self.arrival_R[rows], -self.priority_R[rows]))]
 
-    def record(self, rows_D: Index, ids_D: Index, logprobs_D: FloatColumn, version: int) -> None:
-        """Append one sampled token to each of these rows."""
+    def record(
+        self, rows_D: Index, ids_D: Index, logprobs_D: FloatColumn, version: int, entropies_D: FloatColumn | None = None
+    ) -> None:
+        """Append one sampled token to each of these rows; with its entropy, where a row records it."""
         column_D = self.length_R[rows_D]
         self.ids_RC[rows_D, column_D] = ids_D
         self._logprobs_RC[rows_D, column_D] = logprobs_D
         self._versions_RC[rows_D, column_D] = version
+        if entropies_D is not None:
+            self._entropies_RC[rows_D, column_D] = entropies_D
         self.length_R[rows_D] += 1
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
@@ -210,6 +218,7 @@ class Rows:
             ids_T=self.ids_RC[row, span].copy(),
             logprobs_T=self._logprobs_RC[row, span].copy(),
             versions_T=self._versions_RC[row, span].copy(),
+            entropies_T=self._entropies_RC[row, span].copy(),
             num_flushed=int(self._flushed_R[row]) - start,
         )
 
@@ -231,12 +240,14 @@ class Rows:
             logprobs_T=self._logprobs_RC[row, span].copy(),
             versions_T=self._versions_RC[row, span].copy(),
             kept=kept,
+            entropies_T=self._entropies_RC[row, span].copy() if self._entropic_R[row] else None,
         )
 
     def _columns(self) -> list[npt.NDArray[np.generic]]:
         return [
             self.tables_RB, self.held_R, self.length_R, self.computed_R, self.priority_R, self.arrival_R, self.routed_R,
-            self.strings_R, self.pin_R, self._recorded_R, self._flushed_R, self._longest_R, self._stops_RS,
+            self.strings_R, self.pin_R, self._recorded_R, self._entropic_R, self._flushed_R, self._longest_R,
+            self._stops_RS,
         ]  # fmt: skip
 
     def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:

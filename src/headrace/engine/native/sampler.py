@@ -51,6 +51,8 @@ class Draw:
     kept: KeptSets | None = None
     """What each row's token was drawn from: an empty span where that was not asked for, was the whole vocabulary, or
     where the row is not sound. ``None`` where all are empty."""
+    entropies_R: Tensor | None = None
+    """See :func:`entropies`; ``None`` where no row asked for its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,18 @@ class Support:
     """How many they are."""
     sound_R: Tensor
     """False where the logits are those of no distribution."""
+
+
+def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
+    """The entropy of each row's distribution in nats, before any truncation; 0 at temperature 0: it was certain.
+
+    >>> entropies(torch.zeros(2, 4), torch.tensor([1.0, 0.0])).tolist()
+    [1.3862943649291992, 0.0]
+    """
+    greedy_R = temperatures_R == 0
+    scaled_RV = logits_RV.float() / torch.where(greedy_R, 1.0, temperatures_R)[:, None]
+    entropy_R = torch.special.entr(scaled_RV.softmax(dim=-1)).sum(dim=-1)
+    return torch.where(greedy_R, 0.0, entropy_R)
 
 
 def sample(

@@ -96,6 +96,9 @@ class Scheduler:
         """Of the sequences that have joined."""
         self.cached_tokens = 0
         """Of these, how many were in the cache."""
+        self.prefill_s = 0.0
+        """Time of steps that went to contexts, as their tokens share it."""
+        self._context_share = 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -224,10 +227,12 @@ class Scheduler:
             row, claim = joined
             copies += [claim.copy] if claim.copy is not None else []
             budget -= self._piece(row, budget, later)
+        self._context_share = 0.0
         if not later:
             ones = np.ones(len(decoding), np.int64)
             return Schedule(rows_R=decoding, counts_R=ones, num_decode=len(decoding), copies=(), joined=())
         rows_J, counts_J = np.array(later, np.int64).T
+        self._context_share = float(counts_J.sum() / (counts_J.sum() + len(decoding)))
         return Schedule(
             rows_R=np.concatenate([decoding, rows_J]),
             counts_R=np.concatenate([np.ones(len(decoding), np.int64), counts_J]),
@@ -235,6 +240,12 @@ class Scheduler:
             copies=tuple(copies),
             joined=tuple(rows.sequences[num_before:]),
         )
+
+    def took(self, seconds: float) -> float:
+        """The step took so long, which is returned."""
+        self.prefill_s += seconds * self._context_share
+        self._context_share = 0.0
+        return seconds
 
     def _grow(self) -> bool:
         """A block for every row that needs one; whether somebody had to leave for it."""
@@ -305,7 +316,7 @@ class Scheduler:
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
             self.cached_tokens += claim.num_cached
-        sequence.parent, sequence.insists, sequence.chain = None, None, claim.chain
+        sequence.parent, sequence.lineage_T, sequence.insists, sequence.chain = None, None, None, claim.chain
         if sequence.request.pinned and sequence.pin is None:
             sequence.pin = self.version
         self._rows.join(sequence, claim.table, claim.num_cached)
@@ -326,7 +337,7 @@ class Scheduler:
         ids_T = sequence.ids()
         needed = blocks_for(min(len(ids_T) + 1, sequence.longest - 1))
         version = self.version if sequence.pin is None else sequence.pin
-        claim = self._fork(sequence, ids_T, version)
+        claim = self._fork(sequence, ids_T, version) or self._fork_cached(sequence, ids_T, version)
         if claim is None:
             chain = Chain(version, sequence.salt)
             claimed = self._pool.claim(chain, ids_T, needed)
@@ -356,4 +367,20 @@ class Scheduler:
         if forked is None:
             return None
         chain = Chain(parent.chain.version, sequence.salt)
+        return _Claim(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)
+
+    def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Claim | None:
+        """The context of a parent that runs no more, as far as it is cached whole: the block that the fork shares in
+        part, which would not be found by the fork's own tokens, as a copy."""
+        whole_T, num_cached = sequence.lineage_T, len(ids_T) - 1
+        if whole_T is None or not num_cached % BLOCK or version != self._pool.version:
+            return None
+        num_blocks, chain = blocks_for(num_cached), Chain(version, sequence.salt)
+        blocks = self._pool.match(chain, whole_T[: num_blocks * BLOCK + 1])
+        whole = len(blocks) == num_blocks and self._pool.held_once(blocks[-1])
+        forked = self._pool.fork(blocks, num_cached) if whole else None
+        self._pool.release(blocks)
+        if forked is None:
+            return None
+        chain = Chain(version, sequence.salt)
         return _Claim(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy)

@@ -32,6 +32,8 @@ class Answer:
     ids_T: IntColumn
     logprobs_T: FloatColumn
     versions_T: IntColumn
+    entropies_T: FloatColumn
+    """0 where they are not recorded."""
     num_flushed: int
     """Of these, how many its reader has."""
 
@@ -60,6 +62,9 @@ class Sequence:
     """Of a fork that has not joined: whose blocks it may share if that one runs; else ``None``."""
     reuses: bool = False
     """Whether it may share them even if other weights computed them."""
+    lineage_T: IntColumn | None = None
+    """Of a fork that has not joined: all tokens of its parent, of whose blocks the prefix cache may have some; else
+    ``None``."""
     insists: int | None = None
     """Of a fork that has not joined, and that other weights than those of its parent's cache must not go on with: their
     version; else ``None``."""

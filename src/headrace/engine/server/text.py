@@ -93,7 +93,7 @@ class StopFinder:
         if found:
             shown, self._held = self._held[: min(found)], ""
             return Cut(shown, True)
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(shown) :]
         return Cut(shown, False)
@@ -104,7 +104,7 @@ class StopFinder:
         return Cut(text, False)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many characters at the end of ``text`` begin ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -17,6 +17,7 @@ from headrace.flow.filters.base import (
     Verdict,
     apply_filters,
     as_tables,
+    compared,
     reopened,
     rewards_of,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Length",
     "Verdict",
     "apply_filters",
+    "compared",
     "refuse_impossible",
     "reopened",
     "rewards_of",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from headrace.config import Section
-from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.episode import Episode, EpisodeStatus, role_of
 from headrace.types.scored import ScoredGroup
 
 
@@ -130,6 +130,18 @@ def reopened(episodes: Sequence[Episode]) -> tuple[Episode, ...]:
 def rewards_of(episodes: Sequence[Episode]) -> list[float]:
     """Their rewards, in order; those without one are passed over."""
     return [episode.reward for episode in episodes if episode.reward is not None]
+
+
+def compared(episodes: Sequence[Episode]) -> list[list[float]]:
+    """The rewards of a group, as they are compared with each other: those of its episodes or, where agents earned each
+    their own, those of every role that is trained."""
+    if not any(episode.agent_rewards for episode in episodes):
+        return [rewards_of(episodes)]
+    by_role: dict[str, list[float]] = {}
+    for episode in episodes:
+        for agent, reward in episode.shares.items():
+            by_role.setdefault(role_of(agent), []).append(reward)
+    return list(by_role.values())
 
 
 def as_tables(value: Any) -> Any:

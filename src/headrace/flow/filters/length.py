@@ -37,9 +37,9 @@ class Length(FilterSection):
         return Verdict(reason="overlong", leave_out=long)
 
     def _is_long(self, episode: Episode) -> bool:
-        return was_cut(episode) or (self.max_tokens is not None and episode.num_sampled > self.max_tokens)
+        return was_cut(episode) or (self.max_tokens is not None and episode.length > self.max_tokens)
 
 
 def was_cut(episode: Episode) -> bool:
     """Whether one of its sampled turns ended at the length limit."""
-    return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns)
+    return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns if turn.branch is None)

@@ -91,7 +91,7 @@ class ResampleCorrect(FilterSection):
 
     def errors(self, episode: Episode, context: FilterContext) -> float:
         """p_err + p_format of an episode, from 0 to 2."""
-        calls = [turn.failed for turn in episode.turns if turn.author == "tool"]
+        calls = [turn.failed for turn in episode.turns if turn.author == "tool" and turn.branch is None]
         failed = sum(calls) / len(calls) if calls else 0.5
         return failed + self._format_errors(episode, context)
 
@@ -100,7 +100,8 @@ class ResampleCorrect(FilterSection):
             return 1.0
         if self.answer_tags is None:
             return 0.0
-        written = [turn.tokens for turn in episode.turns if turn.tokens.sampled_T.any()]
+        own = [turn.tokens for turn in episode.turns if turn.branch is None]
+        written = [tokens for tokens in own if tokens.sampled_T.any()]
         text = "".join(context.decode(tokens.ids_T.tolist()) for tokens in written)
         opened, closed = (text.count(tag) for tag in self.answer_tags)
         if opened != closed or opened == 0:

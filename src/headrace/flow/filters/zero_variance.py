@@ -6,12 +6,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, rewards_of
+from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, compared
 from headrace.types.scored import ScoredGroup
 
 
 class ZeroVariance(FilterSection):
-    """Drops a group whose rewards are all equal (``zero_variance``).
+    """Drops a group whose rewards are all equal (``zero_variance``); where agents earned each their own, those of every
+    role.
 
     Advantages taken within groups are 0 there, so its tokens would only thin out the mean over the batch.
     """
@@ -32,7 +33,6 @@ class ZeroVariance(FilterSection):
         return "a group of one has nothing to compare, and would be dropped", "leave it out, or raise flow.group_size"
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        rewards = rewards_of(group.counted)
-        if max(rewards) - min(rewards) > self.tolerance:
+        if any(max(rewards) - min(rewards) > self.tolerance for rewards in compared(group.counted)):
             return KEEP
         return Verdict(reason="zero_variance", drop=True)

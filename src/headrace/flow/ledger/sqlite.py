@@ -157,10 +157,10 @@ class SqliteLedger:
         self._uncopied_bytes += len(blob)
         self._lose(episode.key, "discarded", kept=num_sampled)
         self._db.execute(
-            "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *episode.key, episode.status, episode.cause, episode.reward, num_sampled, oldest, newest, op.at_s,
-                json.dumps(episode.parts),
+                json.dumps(episode.parts), json.dumps(episode.agent_rewards),
             ),
         )  # fmt: skip
         self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", (*episode.key, blob))
@@ -222,7 +222,7 @@ class SqliteLedger:
     def episodes(self, number: int) -> list[Episode]:
         with self._explained("read"):
             rows = self._db.execute(
-                "SELECT position, status, cause, reward, reward_parts, turns"
+                "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns"
                 " FROM episodes JOIN turns USING (group_number, position)"
                 " WHERE group_number = ? ORDER BY position",
                 (number,),
@@ -234,9 +234,10 @@ class SqliteLedger:
                     status=EpisodeStatus(status),
                     reward=reward,
                     parts=json.loads(parts),
+                    agent_rewards=json.loads(agents),
                     cause=cause,
                 )
-                for position, status, cause, reward, parts, turns in rows
+                for position, status, cause, reward, parts, agents, turns in rows
             ]
 
     def _begun(self, number: int) -> list[TurnPart]:

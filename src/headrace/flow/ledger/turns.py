@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.types.episode import EpisodeKey, StopReason, Turn, TurnPart
+from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
 from headrace.types.messages.codec import Codec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
@@ -25,6 +25,9 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     failed: bool = False
     reward: float | None = None
     untrained: str = ""
+    entropies_T: FloatColumn | None = None
+    process: float | None = None
+    branch: Branch | None = None
 
 
 _CODEC = Codec(list[_Turn])
@@ -47,6 +50,9 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 failed=turn.failed,
                 untrained=turn.untrained,
                 reward=turn.reward,
+                entropies_T=turn.tokens.entropies_T,
+                process=turn.process,
+                branch=turn.branch,
             )
             for turn in turns
         ]
@@ -64,6 +70,7 @@ def decode_turns(data: bytes) -> list[Turn]:
                 versions_T=turn.versions_T,
                 kept=turn.kept,
                 routing=turn.routing,
+                entropies_T=turn.entropies_T,
             ),
             parent=turn.parent,
             stop_reason=turn.stop_reason,
@@ -71,6 +78,8 @@ def decode_turns(data: bytes) -> list[Turn]:
             failed=turn.failed,
             untrained=turn.untrained,
             reward=turn.reward,
+            process=turn.process,
+            branch=turn.branch,
         )
         for turn in _CODEC.decode(data)
     ]

@@ -143,14 +143,21 @@ class EnvPool:
     def _outcome(self, done: EpisodeDone) -> Outcome:
         if done.reason:
             raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
-        if done.reward is None and not self._terms.scored:
+        if done.reward is None and not done.agent_rewards and not self._terms.scored:
             raise EpisodeError(
                 "the environment did not say what it earned, and there is no reward function",
                 remedy="return a reward, or set env.reward",
                 reason="reward_none",
             )
+        if done.agent_rewards and self._terms.scored:
+            raise EpisodeError(
+                "the environment says what each agent earned, and there is a reward function that would count instead",
+                remedy="leave env.reward and env.rewards out, or agent_rewards",
+            )
         reward = None if self._terms.scored else done.reward
-        return Outcome(reward=reward, turn_rewards=done.turn_rewards, trained=done.trained)
+        return Outcome(
+            reward=reward, turn_rewards=done.turn_rewards, agent_rewards=done.agent_rewards, trained=done.trained
+        )
 
     # -- one episode in one worker ----------------------------------------------------------------------------------
 
@@ -256,8 +263,8 @@ class EnvPool:
             await self._arrival(place, shift, dying)
             watching = group.create_task(self._watch(shift))
             cause = await dying
-            shift.cause = cause.partition("\n")[0]
-            was_idle = not shift.visits
+            shift.cause = worker.peer.nonsense or cause.partition("\n")[0]
+            was_idle = not shift.served  # else what an episode has left behind may have killed it
             if place.shift is shift:
                 place.shift = None
             watching.cancel()

@@ -129,3 +129,25 @@ class Peer:
         for (call, _), future in list(self._expected.items()):
             if call == message.call and not future.done():
                 future.set_exception(error)
+
+
+class ForeignPeer(Peer):
+    """A process that runs code of the user. Once it is ready nothing that it says ends the run: one that talks nonsense
+    is to be ended like one that has died."""
+
+    nonsense = ""
+    """What it said; empty where it keeps to the protocol."""
+
+    async def listen(self) -> None:
+        try:
+            await super().listen()
+        except RunError as error:
+            if not self.ready.done():
+                raise
+            self.nonsense = error.problem
+            self.spoke.set()
+
+    def _fail(self, message: Failure) -> None:
+        if self.ready.done():  # else its file cannot be used
+            raise RunError(f"{self.name} says that it cannot go on: {message.problem}", remedy="look at its log")
+        super()._fail(message)

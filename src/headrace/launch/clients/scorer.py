@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from headrace.errors import EnvError
-from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.scoring import Scores
 from headrace.types.messages.controller import Scored, Started
 from headrace.types.messages.scorer import Score
@@ -80,6 +80,8 @@ class _Shift:
     meter: _Meter
     begun: int = 0
     """Calls whose turn has come and that have not returned."""
+    answered: bool = False
+    """Whether any call ever returned: what one has left behind may end the worker later."""
     replaced: bool = False
     """Whether we ended it, because one of its calls did not return."""
     crowded: bool = False
@@ -237,7 +239,7 @@ class ScorerPool:
         finally:
             begun.cancel()
             scored.cancel()
-        self._deaths = 0
+        self._deaths, shift.answered = 0, True
         return Scores(rewards=answer.rewards, failure=answer.error)
 
     async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
@@ -271,7 +273,8 @@ class ScorerPool:
                 listening.cancel()
             worker.close()
             if not shift.replaced:
-                self._count_death(worker.peer, cause, by_call=shift.begun > 0)
+                talked = isinstance(worker.peer, ForeignPeer) and bool(worker.peer.nonsense)
+                self._count_death(worker.peer, cause, by_call=shift.begun > 0 or shift.answered or talked)
 
     async def _arrival(self, place: _Place, shift: _Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and calls can be made in its place, or it has died."""

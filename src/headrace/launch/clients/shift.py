@@ -8,13 +8,16 @@ from enum import Enum, auto
 
 from headrace.env import OpenEpisode
 from headrace.errors import BudgetSpent, EpisodeError, RequestError
-from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.scorer import Worker
 from headrace.types.messages.controller import Alive, Asked
 from headrace.types.messages.environment import Refused, Replied
 
+MAX_ASKS = 1024
+"""Questions of one episode that may be open."""
 
-class EnvPeer(Peer):
+
+class EnvPeer(ForeignPeer):
     """An environment worker, as the controller sees it."""
 
     shift: Shift | None = None
@@ -50,6 +53,11 @@ class Visit:
 
     def asked(self, asked: Asked) -> None:
         """Answer, when there is an answer."""
+        if len(self.answers) >= MAX_ASKS:
+            problem = f"{MAX_ASKS} questions of this episode are open, and no more may be"
+            remedy = "wait for their answers"
+            self.peer.send(Refused(ask=asked.ask, reason="env_error", spent=False, problem=problem, remedy=remedy))
+            return
         task = self.group.create_task(self._answer(asked))
         self.answers.add(task)
         task.add_done_callback(self.answers.discard)
@@ -81,6 +89,8 @@ class Shift:
     worker: Worker
     visits: dict[int, Visit] = field(default_factory=dict)
     """Its episodes, by call."""
+    served: bool = False
+    """Whether it ever had one."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether it has become ready, or has ended before."""
     blocked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,6 +110,7 @@ class Shift:
     def come(self, call: int, visit: Visit) -> None:
         """An episode begins here."""
         self.visits[call] = visit
+        self.served = True
         self.emptied.clear()
 
     def go(self, call: int) -> None:

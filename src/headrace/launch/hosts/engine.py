@@ -121,12 +121,17 @@ class EngineHost:
         """The call that asked for each version that is not in use yet."""
         self._busy_since: float | None = None
         self._reported_s = 0.0
+        self._told_prefill_s = 0.0
+        self._spans: list[Span] = []
 
     def serve(self) -> None:
         """Orders, step, report, again; returns when told to shut down."""
         while True:
             chunks: list[Chunk] = []
-            for message in self._receive():
+            messages = self._receive()
+            if messages and self._busy_since is None:
+                self._busy_since = self._clock.now()
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 chunks += self._obey(message)
@@ -221,6 +226,10 @@ class EngineHost:
     def _answer_commits(self) -> None:
         for report in self._core.take_swaps():
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
+            now_s = self._clock.now()
+            self._spans.append(
+                Span(lane="engine", name="commit", start_s=now_s - report.gap_s, end_s=now_s, step=report.version)
+            )
             self._report([], now=True)
 
     def _score(self, message: Score) -> None:
@@ -238,12 +247,24 @@ class EngineHost:
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
         if not (chunks or idle or due or now):
             return
-        spans: tuple[Span, ...] = ()
+        stats = self._core.stats()
+        spans, self._spans = self._spans, []
         if self._busy_since is not None and (idle or due):
-            spans = (Span(lane="engine", name="generate", start_s=self._busy_since, end_s=time_s),)
+            spans += worked(self._busy_since, time_s, stats.prefill_s - self._told_prefill_s)
             self._busy_since = None if idle else time_s
-            self._reported_s = time_s
-        self._channel.send(Chunks(chunks=tuple(chunks), stats=self._core.stats(), spans=spans))
+            self._reported_s, self._told_prefill_s = time_s, stats.prefill_s
+        self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))
+
+
+def worked(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
+    """What the engine did all that time: of many passes, those on prompts stand before the others.
+
+    >>> [(span.name, span.end_s - span.start_s) for span in worked(1.0, 1.25, 0.125)]
+    [('prefill', 0.125), ('generate', 0.125)]
+    """
+    turn_s = min(end_s, start_s + prefill_s)
+    both = (("prefill", start_s, turn_s), ("generate", turn_s, end_s))
+    return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
 def _interleaving(start: EngineStart) -> tuple[Scribe | None, Gate | None]:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.bridges import load_bridge
 from headrace.clock import Clock, RealClock
 from headrace.config.user_code import where
 from headrace.env.base import AS_THE_RUN
@@ -38,6 +39,8 @@ ALIVE_S = 0.5
 """How often this process tells that it lives."""
 MAX_WORDS = 2000
 """Characters of a cause that are told."""
+MAX_CHARS = 1 << 26
+"""Of the messages of one question: no model reads more, and the controller shall not have to."""
 _EPISODE: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=-1)
 """Whose code is running."""
 
@@ -52,7 +55,10 @@ async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     hands = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="environment")
     watch = _Watch(loop, channel, RealClock(), block_s=start.block_s)
-    rollout = load_entry(start.kind, start.entry, hands)
+    if start.kind == "bridge":
+        rollout = load_bridge(start.entry, start.options, hands)
+    else:
+        rollout = load_entry(start.kind, start.entry, hands)
     desk = _Desk(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
     watch.begin()
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))
@@ -74,6 +80,8 @@ class _Desk:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     asks: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
     num_asks: int = 0
+    given_up: set[int] = field(default_factory=set)
+    """Episodes that nobody waits for any more."""
 
     def obey(self, order: orders.Message, episodes: asyncio.TaskGroup) -> None:
         match order:
@@ -88,15 +96,15 @@ class _Desk:
                 self._settle(order.ask, kind(order.problem, remedy=order.remedy, reason=order.reason))
             case orders.Cancel():
                 if order.call in self.running:
+                    self.given_up.add(order.call)
                     self.running[order.call].cancel()
             case orders.Shutdown():
-                os.killpg(0, signal.SIGKILL)  # code that never returns must not keep it alive, nor what it started
+                _end()
 
     async def run(self, order: orders.RunEpisode) -> None:
         """One episode, to its end; whatever happens becomes one message."""
-        policy = Policy(
-            _Remote(self, order), prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.hands
-        )
+        remote = _Remote(self, order)
+        policy = Policy(remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.hands)
         try:
             ended = await self.rollout(order.row, policy)
             self.channel.send(_done(order.call, ended))
@@ -104,18 +112,28 @@ class _Desk:
             reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
             self._fail(order.call, reason, error.problem)
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
+            if _is_cancelled(error) and order.call not in self.given_up:
+                _end()  # by code of another episode, or with the loop: nobody knows whose
             self._fail(order.call, "env_error", _in_words(error, self.source))
         finally:
             self.running.pop(order.call, None)
+            self.given_up.discard(order.call)
+            for unheard in remote.open:
+                unheard.cancel()
 
-    async def ask(self, asked: Asked) -> Reply:
-        """Wait for the answer of the model."""
+    async def ask(self, asked: Asked, episode: set[asyncio.Future[Reply]]) -> Reply:
+        """Wait for the answer of the model; meanwhile the wait is one of those of its ``episode``."""
+        length = sum(len(message.content) + len(message.reasoning) for message in asked.messages)
+        if length > MAX_CHARS:
+            raise EpisodeError(f"messages of {length} characters", remedy=f"send at most {MAX_CHARS}")
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.asks[asked.ask] = future
+        episode.add(future)
         try:
             self.channel.send(asked)
             return await future
         finally:
+            episode.discard(future)
             del self.asks[asked.ask]
 
     def _settle(self, ask: int, answer: Reply | EpisodeError) -> None:
@@ -137,6 +155,8 @@ class _Remote:
 
     def __init__(self, desk: _Desk, order: orders.RunEpisode) -> None:
         self.seed = order.seed
+        self.open: set[asyncio.Future[Reply]] = set()
+        """Waits for answers."""
         self._desk = desk
         self._call = order.call
 
@@ -144,10 +164,10 @@ class _Remote:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
     ) -> Reply:
         asked = self._asked(messages=tuple(messages), tools=tuple(tools), options=options)
-        return await self._desk.ask(asked)
+        return await self._desk.ask(asked, self.open)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        return await self._desk.ask(self._asked(prompt_ids_T=prompt_ids_T, options=options))
+        return await self._desk.ask(self._asked(prompt_ids_T=prompt_ids_T, options=options), self.open)
 
     def _asked(self, **what: Any) -> Asked:
         self._desk.num_asks += 1
@@ -199,7 +219,24 @@ class _Watch:
 
 def _done(call: int, ended: Episode) -> EpisodeDone:
     trained = None if ended.trained is None else tuple(reply.turn for reply in ended.trained)
-    return EpisodeDone(call=call, reward=ended.reward, turn_rewards=dict(ended.rewards), trained=trained)
+    return EpisodeDone(
+        call=call,
+        reward=ended.reward,
+        turn_rewards=dict(ended.rewards),
+        agent_rewards=dict(ended.agent_rewards),
+        trained=trained,
+    )
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether this task was cancelled, and not only code of it raised what that raises."""
+    task: asyncio.Task[Any] | None = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _end() -> None:
+    """End this process, and what it has started: code that never returns must not keep it alive."""
+    os.killpg(0, signal.SIGKILL)
 
 
 def _in_words(error: BaseException, source: str) -> str:

@@ -25,6 +25,10 @@ class KeptSection(Section):
         """What it takes for ``trained`` numbers of ``itemsize`` bytes."""
         return self.num_copies * trained * itemsize
 
+    def version_at(self, version: int) -> int | None:
+        """The newest version that is in the copy, while the policy is at ``version``; ``None``: none of this run."""
+        return version
+
 
 class Frozen(KeptSection):
     """Weights that never change."""
@@ -34,6 +38,10 @@ class Frozen(KeptSection):
     path: str | None = Field(default=None, min_length=1)
     """Directory of a model of the same architecture; of an adapter, where one is trained. Unset: the weights that
     the run begins with."""
+
+    def version_at(self, version: int) -> int | None:
+        """The first, or none."""
+        return 0 if self.path is None else None
 
     def __str__(self) -> str:
         return "the weights that the run begins with" if self.path is None else f"the weights in {self.path}"
@@ -64,6 +72,14 @@ class Refreshed(KeptSection):
     every: int = Field(ge=1)
     """How many updates there are between two copies."""
 
+    def version_at(self, version: int) -> int | None:
+        """The last that ``every`` divides.
+
+        >>> Refreshed(every=4).version_at(11)
+        8
+        """
+        return version // self.every * self.every
+
     def __str__(self) -> str:
         return f"the weights of the last version that {self.every} divides"
 
@@ -81,6 +97,14 @@ class Lagged(KeptSection):
         """One per version."""
         return self.versions
 
+    def version_at(self, version: int) -> int | None:
+        """So many before.
+
+        >>> Lagged(versions=2).version_at(1), Lagged(versions=2).version_at(5)
+        (0, 3)
+        """
+        return max(0, version - self.versions)
+
     def __str__(self) -> str:
         return f"the weights of {self.versions} version{'s' * (self.versions > 1)} before"
 
@@ -92,6 +116,10 @@ class OtherModel(Section):
     """Selects another model."""
     path: str = Field(min_length=1)
     """Its directory."""
+
+    def version_at(self, version: int) -> int | None:
+        """None of this run."""
+        return None
 
     def __str__(self) -> str:
         return f"another model, {self.path}"

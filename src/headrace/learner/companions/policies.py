@@ -35,7 +35,7 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import load_for
 from headrace.learner.work import Work
 from headrace.models.config import ModelConfig
-from headrace.models.load import called, load_tokenizer
+from headrace.models.load import called, refuse_other_vocabulary
 from headrace.types.batch import Batch
 
 
@@ -76,7 +76,7 @@ class OfAnother:
     def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
         with called(f"{setting}.path"):
-            _refuse_vocabulary(config.path, parts.context.model_dir, setting)
+            refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
             model = load_for(ModelConfig(path=config.path, dtype=dtype), parts.ranks).requires_grad_(False)
         self._forward = Forward(
             model,
@@ -163,11 +163,15 @@ class Teacher(Asked):
 
     def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
         super().__init__(parts, config)
+        self._config = config
         vocab_size = parts.model.get_input_embeddings().num_embeddings
         self._wanted = Likeliest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: Work) -> Work:
-        batch = _unrouted(work.batch)
+        batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
+        if version is not None:
+            count = int(work.mask_N.sum())
+            work = replace(work, metrics={**work.metrics, "teacher_version": Ratio(float(version * count), count)})
         if "top_k" in self._objective.columns:
             with self._source.computing() as forward:
                 forward.refuse(batch)
@@ -202,17 +206,3 @@ def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
     for one in parts.optimizer.trained:
         one.reread()
     return copy
-
-
-def _refuse_vocabulary(path: str, own: Path, setting: str) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` unless the same ids mean the same tokens to both models."""
-    theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(str(own)).get_vocab()
-    if theirs == ours:
-        return
-    other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
-    said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
-    raise ConfigError(
-        f"{setting}.path={path!r} has another vocabulary than this model: {said}, so its log-probabilities are of "
-        "other tokens",
-        remedy="give a model of the same family, whose tokenizer has the same entries",
-    )

@@ -8,8 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.recipes.demo.task import CHAT_TEMPLATE, VOCAB, Pair, row, split
+
+if TYPE_CHECKING:
+    from headrace.models.tiny import TinySpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +37,8 @@ def build_demo(
 ) -> Demo:
     """Make the demo in ``directory``, with a mixture of experts if asked for; ``progress`` is told steps done and in
     all of the supervised phase."""
-    from headrace.models.tiny import TinySpec, make_tiny
-    from headrace.recipes.demo.warm import warm_start
+    from headrace.models.tiny import make_tiny
+    from headrace.recipes.demo.warm import Demonstrations, warm_start
 
     directory.mkdir(parents=True, exist_ok=True)
     pairs = split(seed)
@@ -44,23 +48,40 @@ def build_demo(
     for name in ("reward.py", "demo.toml"):
         with as_file(package / name) as source:
             shutil.copyfile(source, directory / name)
-    spec = TinySpec(
+    cold = make_tiny(directory / "untrained", _spec(seed, mixture=mixture, hidden_size=128, num_layers=2))
+    warm_start(cold, directory / "model", Demonstrations(pairs=pairs.warm), seed=seed, progress=progress)
+    shutil.rmtree(cold)
+    return Demo(directory=directory, run_file=directory / "demo.toml")
+
+
+def build_teacher(directory: Path, *, seed: int) -> Path:
+    """Make a model of about three times the demo's size that imitates one who forgets no carry; where it is."""
+    from headrace.models.tiny import make_tiny
+    from headrace.recipes.demo.warm import Demonstrations, warm_start
+
+    cold = make_tiny(directory / "untrained", _spec(seed, mixture=False, hidden_size=192, num_layers=3))
+    shown = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
+    warm_start(cold, directory / "teacher", shown, seed=seed, progress=lambda done, total: None)
+    shutil.rmtree(cold)
+    return directory / "teacher"
+
+
+def _spec(seed: int, *, mixture: bool, hidden_size: int, num_layers: int) -> TinySpec:
+    from headrace.models.tiny import TinySpec
+
+    return TinySpec(
         vocab=VOCAB,
         seed=seed,
         kind="qwen3_moe" if mixture else "qwen3",
-        hidden_size=128,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=hidden_size // 32,
+        num_kv_heads=hidden_size // 64,
+        intermediate_size=3 * hidden_size,
         max_positions=64,
         chat_template=CHAT_TEMPLATE,
         extra={"tie_word_embeddings": True, **(MIXTURE if mixture else {})},
     )
-    cold = make_tiny(directory / "untrained", spec)
-    warm_start(cold, directory / "model", pairs.warm, seed=seed, progress=progress)
-    shutil.rmtree(cold)
-    return Demo(directory=directory, run_file=directory / "demo.toml")
 
 
 def _write_rows(path: Path, pairs: list[Pair]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,21 @@ from headrace.types.tokens import Tokens
 WARM_STEPS = 400
 WARM_BATCH = 128
 CARELESS_FRAC = 0.6
-"""How often the teacher forgets every carry."""
+"""How often the demo's teacher forgets every carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """What is imitated."""
+
+    pairs: list[Pair]
+    """The questions."""
+    careless_frac: float = CARELESS_FRAC
+    """How often every carry is forgotten in the answer."""
 
 
 def warm_start(
-    model_dir: Path, out: Path, pairs: list[Pair], *, seed: int, progress: Callable[[int, int], None]
+    model_dir: Path, out: Path, shown: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
 ) -> None:
     """Train the model in ``model_dir`` on demonstrations, drawn afresh each time, and write it to ``out``."""
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
@@ -39,8 +50,8 @@ def warm_start(
     )
     rng = np.random.default_rng([seed, 1])
     for step in range(WARM_STEPS):
-        chosen = [pairs[index] for index in rng.integers(len(pairs), size=WARM_BATCH)]
-        forgets = rng.random(WARM_BATCH) < CARELESS_FRAC
+        chosen = [shown.pairs[index] for index in rng.integers(len(shown.pairs), size=WARM_BATCH)]
+        forgets = rng.random(WARM_BATCH) < shown.careless_frac
         said = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
         samples = [
             _demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 
+from headrace.engine.server.text import overlap
 from headrace.rollout.answers.base import Answer, read_call
 
+_TAG, _FENCE = "<|python_tag|>", "```"
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
 
 
 class BareJson:
     """The whole answer, or the one fenced block in it, is a call; anything else is content."""
 
-    markers: tuple[str, ...] = ("<|python_tag|>",)
+    markers: tuple[str, ...] = (_TAG,)
 
     def __call__(self, text: str) -> Answer:
-        bare = text.strip().removeprefix("<|python_tag|>").strip()
+        bare = text.strip().removeprefix(_TAG).strip()
         fenced = _FENCED.findall(text)
-        before = "" if len(fenced) != 1 else text[: text.index("```")].strip()
+        before = "" if len(fenced) != 1 else text[: text.index(_FENCE)].rstrip()
         candidate = fenced[0].strip() if len(fenced) == 1 else bare
         if not (candidate.startswith("{") and '"name"' in candidate):
             return Answer(content=text)
@@ -25,3 +27,12 @@ class BareJson:
         if isinstance(call, str):
             return Answer(content=text, problems=(call,))
         return Answer(content=before, calls=(call,))
+
+    def num_certain(self, text: str) -> int:
+        """Nothing of what may be a call; else up to the first block, or what may become one, and the space before
+        it."""
+        begun = text.lstrip()
+        if begun.startswith(("{", _TAG)) or _TAG.startswith(begun):
+            return 0
+        before, fenced, _ = text.partition(_FENCE)
+        return len((before if fenced else before[: len(before) - overlap(before, _FENCE)]).rstrip())

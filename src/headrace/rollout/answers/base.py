@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from headrace.engine.server.text import overlap
+
 THINK, THOUGHT = "<think>", "</think>"
 
 
@@ -30,18 +32,44 @@ class Parser(Protocol):
         """Take ``text`` apart."""
         ...
 
+    def num_certain(self, text: str) -> int:
+        """How many characters the content of an answer that begins with ``text`` has in common with it, whatever
+        follows."""
+        ...
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """What was thought, and what was said after it. Text without an end of thought was said, unless a thought began.
 
-    >>> split_reasoning("<think>2+2 is 4.</think>4"), split_reasoning("so be it</think>4"), split_reasoning("4")
-    (('2+2 is 4.', '4'), ('so be it', '4'), ('', '4'))
+def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """What was thought, and what was said after it. Text without the beginning of a thought was said; where the prompt
+    has ``opened`` one, it goes on.
+
+    >>> split_reasoning("<think>2+2 is 4.</think>4"), split_reasoning("so be it</think>4", opened=True)
+    (('2+2 is 4.', '4'), ('so be it', '4'))
+    >>> split_reasoning("4"), split_reasoning("hm", opened=True), split_reasoning("4</think>")
+    (('', '4'), ('hm', ''), ('', '4</think>'))
     """
-    thought, ended, said = text.partition(THOUGHT)
-    begun = thought.lstrip().startswith(THINK)
-    if not ended and not begun:
+    if not (opened or text.lstrip().startswith(THINK)):
         return "", text
+    thought, _, said = text.partition(THOUGHT)
     return thought.lstrip().removeprefix(THINK).strip("\n"), said.lstrip("\n")
+
+
+def certain_split(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """What :func:`split_reasoning` begins with, whatever follows ``text``.
+
+    >>> certain_split("<thi"), certain_split("<think>2+2\\n</th"), certain_split("<think>a</think>\\n\\nb")
+    (('', ''), ('2+2', ''), ('a', 'b'))
+    >>> certain_split("4 <thi"), certain_split("so be it", opened=True)
+    (('', '4 <thi'), ('so be it', ''))
+    """
+    begun = text.lstrip()
+    if THINK.startswith(begun):
+        return "", ""
+    if not opened and not begun.startswith(THINK):
+        return "", text
+    if THOUGHT in text:
+        return split_reasoning(text, opened=opened)
+    thought = begun.removeprefix(THINK)
+    return thought[: len(thought) - overlap(thought, THOUGHT)].strip("\n"), ""
 
 
 def read_call(text: str) -> tuple[str, str] | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.engine.server.text import overlap
 from headrace.rollout.answers.base import Answer, read_call
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -25,5 +26,10 @@ class Hermes:
                 continue
             calls.append(call)
             said += after
-        content = said.strip() if calls else text
+        content = said.rstrip() if calls else text
         return Answer(content=content, calls=tuple(calls), problems=tuple(problems))
+
+    def num_certain(self, text: str) -> int:
+        """Up to the first tag, or what may become one, and the space before it."""
+        before, begun, _ = text.partition(BEGIN)
+        return len((before if begun else before[: len(before) - overlap(before, BEGIN)]).rstrip())

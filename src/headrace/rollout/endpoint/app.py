@@ -7,8 +7,10 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,18 +22,19 @@ from headrace.clock import Clock
 from headrace.engine.server.body import BodyLimits, read_object
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.watch import ClientGone, while_connected
+from headrace.env.agents import POLICY
+from headrace.env.base import Piece
 from headrace.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
-from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Limits, Setting
+from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Limits, Setting, Telling
 from headrace.rollout.endpoint.chat import CHAT
 from headrace.rollout.endpoint.messages import MESSAGES, read_counted
 from headrace.rollout.endpoint.responses import RESPONSES
 from headrace.rollout.endpoint.sessions import Session, Sessions
-from headrace.types.chat import Reply
+from headrace.types.chat import ChatOptions, Reply
+from headrace.types.episode import role_of
 
-A = TypeVar("A")
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
 COUNT = "/messages/count_tokens"
-MODEL = "policy"
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -45,6 +48,14 @@ class Desk:
     clock: Clock
     on_wish: Callable[[str, float | str], None]
     """Told what a request wishes and does not get."""
+    agents: frozenset[str] = frozenset()
+    """Who answers where a request names it as its model, beside the policy."""
+
+    def whose(self, tree: Json, options: ChatOptions) -> ChatOptions:
+        """The options of a request, with the agent that its model names."""
+        model = tree.get("model")
+        known = isinstance(model, str) and role_of(model) in self.agents
+        return msgspec.structs.replace(options, agent=model) if known else options
 
     def body_limits(self) -> BodyLimits:
         """Of one request."""
@@ -59,8 +70,9 @@ def make_app(desk: Desk) -> Starlette:
 
     async def models(request: Request) -> Response:
         desk.sessions.find(request.headers)
-        model = {"id": MODEL, "object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
-        return JSONResponse({"object": "list", "data": [model], "has_more": False})
+        names = (POLICY, *sorted(desk.agents))
+        about = {"object": "model", "type": "model", "created": 0, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in names], "has_more": False})
 
     routes: list[BaseRoute] = []
     for root in ("", "/v1"):
@@ -159,25 +171,76 @@ class _Answering:
             histories=session.histories,
         )
         exchange = self.dialect.understand(tree, setting)
-        for name, value in exchange.asked.wishes.items():
+        asked, options = exchange.asked, self.desk.whose(tree, exchange.asked.options)
+        for name, value in asked.wishes.items():
             self.desk.on_wish(name, value)
-        if not exchange.asked.stream:
-            await wire.body(exchange.whole(await _replies(session, exchange.asked)))
+        if not asked.stream:
+            await wire.body(exchange.whole(await _replies(session, asked, options)))
             return
-        for event in exchange.events(await self._waited(_replies(session, exchange.asked), wire)):
+        telling, pieces = exchange.stream(), _Pieces()
+        for event in telling.end(await self._told(_replies(session, asked, options, pieces), telling, pieces, wire)):
             await wire.event(event)
         await wire.end()
 
-    async def _waited(self, work: Coroutine[Any, Any, A], wire: _Wire) -> A:
-        """What ``work`` returns; the stream is kept alive meanwhile."""
+    async def _told(
+        self, work: Coroutine[Any, Any, list[Reply]], telling: Telling, pieces: _Pieces, wire: _Wire
+    ) -> list[Reply]:
+        """What ``work`` returns, told as it grows; the stream is kept alive where there is nothing to say."""
         try:
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(work)
-                while not (await asyncio.wait({task}, timeout=self.desk.limits.ping_s))[0]:
-                    await wire.data(self.dialect.ping)
+                task.add_done_callback(lambda _: pieces.came.set())
+                await self._tell_while(task, telling, pieces, wire)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return task.result()
+
+    async def _tell_while(self, task: asyncio.Task[Any], telling: Telling, pieces: _Pieces, wire: _Wire) -> None:
+        while not task.done():
+            if not await pieces.wait(self.desk.limits.ping_s):
+                await wire.data(self.dialect.ping)
+            await _tell(telling, pieces, wire)
+        await _tell(telling, pieces, wire)  # what came with its end
+
+
+class _Pieces:
+    """What has become certain of answers, and was not told yet. A client that reads slowly is told more at once."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+        self._waiting: dict[int, Piece] = {}
+
+    def hear(self, choice: int, piece: Piece) -> None:
+        """More of one of them."""
+        held = self._waiting.get(choice)
+        if held is not None:
+            piece = msgspec.structs.replace(
+                piece, reasoning=held.reasoning + piece.reasoning, content=held.content + piece.content
+            )
+        self._waiting[choice] = piece
+        self.came.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """Until there is something, or so long; whether there is."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.came.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def take(self) -> list[tuple[int, Piece]]:
+        """All that there is."""
+        taken, self._waiting = [*self._waiting.items()], {}
+        self.came.clear()
+        return taken
+
+
+async def _tell(telling: Telling, pieces: _Pieces, wire: _Wire) -> None:
+    """All that has come."""
+    for choice, piece in pieces.take():
+        for event in telling.grow(choice, piece):
+            await wire.event(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,14 +252,15 @@ class _Counting:
         await wire.body({"input_tokens": await session.episode.count(asked.messages, asked.tools)})
 
 
-async def _replies(session: Session, asked: Asked) -> list[Reply]:
-    """Every answer that is asked for, side by side; the first failure ends the others."""
+async def _replies(session: Session, asked: Asked, options: ChatOptions, pieces: _Pieces | None = None) -> list[Reply]:
+    """Every answer that is asked for, side by side, told to ``pieces`` as it grows; the first failure ends the
+    others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(session.episode.reply(asked.messages, asked.tools, asked.options))
-                for _ in range(asked.num_choices)
-            ]
+            tasks = []
+            for choice in range(asked.num_choices):
+                hear = None if pieces is None else partial(pieces.hear, choice)
+                tasks.append(group.create_task(session.episode.reply(asked.messages, asked.tools, options, hear)))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from headrace.engine.server.refusal import Refusal
+from headrace.env.base import Piece
 from headrace.types.chat import ChatOptions, Message, Reply, Tool
 
 Json = dict[str, Any]
@@ -106,8 +107,20 @@ class Exchange(Protocol):
         """The body of the answer."""
         ...
 
-    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """The answer as a stream, from its first event to its last."""
+    def stream(self) -> Telling:
+        """The answer as a stream, which has not begun."""
+        ...
+
+
+class Telling(Protocol):
+    """An answer that is told while it is sampled; it begins with its first piece."""
+
+    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+        """More of one of the answers that were asked for; all of their text comes in this way."""
+        ...
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """What is left to say when all of them are whole."""
         ...
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, PlainValidator
 from headrace.engine.server.refusal import Refusal
 from headrace.engine.server.schema import StreamOptions
 from headrace.engine.server.strict import StrictBody, read_body, read_stop
+from headrace.env.base import Piece
 from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
@@ -187,32 +188,57 @@ class _Exchange:
         choices = []
         for index, reply in enumerate(replies):
             message = {"role": "assistant", "refusal": None, **_message(reply.message)}
-            choices.append({"index": index, "message": message, **self._end(reply)})
-        return {**self._frame("chat.completion", choices), "usage": _usage(replies)}
+            choices.append({"index": index, "message": message, **self.end(reply)})
+        return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
 
-    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        usage: Json = {"usage": None} if self.body.stream_options.include_usage else {}
-        for index, reply in enumerate(replies):
-            for delta in _deltas(reply.message):
-                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield Event("", {**self._frame("chat.completion.chunk", [choice]), **usage})
-            choice = {"index": index, "delta": {}, **self._end(reply)}
-            yield Event("", {**self._frame("chat.completion.chunk", [choice]), **usage})
-        if usage:
-            yield Event("", {**self._frame("chat.completion.chunk", []), "usage": _usage(replies)})
-        yield Event("", "[DONE]")
+    def stream(self) -> _Telling:
+        return _Telling(self)
 
-    def _frame(self, kind: str, choices: list[Json]) -> Json:
+    def frame(self, kind: str, choices: list[Json]) -> Json:
         name, created_s = f"chatcmpl-{self.setting.name}", self.setting.created_s
         return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
 
-    def _end(self, reply: Reply) -> Json:
+    def end(self, reply: Reply) -> Json:
         """What a choice tells besides its message."""
         logprobs = None
         if self.body.logprobs:
             logprobs = {"content": token_logprobs(reply, self.setting.spell), "refusal": None}
         ids = {"token_ids": list(reply.token_ids)} if self.body.return_token_ids else {}
         return {"logprobs": logprobs, "finish_reason": _finish(reply), "stop_reason": reply.stop_reason, **ids}
+
+
+class _Telling:
+    """Chunks: each adds a delta to one of the choices."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+        self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
+        self._begun: set[int] = set()
+
+    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+        yield from self._begin(choice)
+        for name, text in (("reasoning_content", piece.reasoning), ("content", piece.content)):
+            if text:
+                yield self._chunk(choice, {name: text})
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        for choice, reply in enumerate(replies):
+            yield from self._begin(choice)
+            for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
+                yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
+            yield self._chunk(choice, {}, **self._exchange.end(reply))
+        if self._usage:
+            yield Event("", {**self._exchange.frame("chat.completion.chunk", []), "usage": _usage(replies)})
+        yield Event("", "[DONE]")
+
+    def _begin(self, choice: int) -> Iterator[Event]:
+        if choice not in self._begun:
+            self._begun.add(choice)
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def _chunk(self, choice: int, delta: Json, **more: Any) -> Event:
+        told = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return Event("", {**self._exchange.frame("chat.completion.chunk", [told]), **self._usage})
 
 
 def _message(message: Message) -> Json:
@@ -226,17 +252,6 @@ def _message(message: Message) -> Json:
             for call in message.tool_calls
         ]
     return said
-
-
-def _deltas(message: Message) -> Iterator[Json]:
-    yield {"role": "assistant", "content": ""}
-    said = _message(message)
-    if message.reasoning:
-        yield {"reasoning_content": message.reasoning}
-    if message.content:
-        yield {"content": message.content}
-    for index, call in enumerate(said.get("tool_calls", ())):
-        yield {"tool_calls": [{"index": index, **call}]}
 
 
 def _finish(reply: Reply) -> str:

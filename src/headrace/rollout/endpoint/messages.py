@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from headrace.engine.server.refusal import Refusal
 from headrace.engine.server.strict import StrictBody, read_body, read_stop
+from headrace.env.base import Piece
 from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
@@ -28,6 +29,8 @@ from headrace.types.episode import StopReason
 
 MALFORMED = "malformed_arguments"
 """The protocol carries arguments as an object: what the policy wrote instead of one stands in a field of this name."""
+UNSIGNED = "unsigned"
+"""Clients send the signature of a thought back; nobody checks it here."""
 
 _Text = Annotated[str, PlainValidator(text_of("text"))]
 _ERRORS = {
@@ -206,41 +209,37 @@ class _Exchange:
 
     def whole(self, replies: Sequence[Reply]) -> Json:
         (reply,) = replies
+        begun = self.begun(reply.num_prompt_tokens)
+        return {
+            **begun,
+            "content": self._blocks(reply.message),
+            "stop_reason": _stop_reason(reply),
+            "stop_sequence": reply.stop or None,
+            "usage": {**begun["usage"], "output_tokens": reply.num_tokens},
+        }
+
+    def stream(self) -> _Telling:
+        return _Telling(self)
+
+    def begun(self, num_prompt_tokens: int) -> Json:
+        """The body of an answer of which nothing has been said."""
+        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
             "id": f"msg_{self.setting.name}",
             "type": "message",
             "role": "assistant",
             "model": self.body.model,
-            "content": self._blocks(reply.message),
-            "stop_reason": _stop_reason(reply),
-            "stop_sequence": reply.stop or None,
-            "usage": {
-                "input_tokens": reply.num_prompt_tokens,
-                "output_tokens": reply.num_tokens,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": 0,
-            },
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
         }
-
-    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        whole = self.whole(replies)
-        begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
-        yield _event("message_start", message={**begun, "usage": {**whole["usage"], "output_tokens": 0}})
-        for index, block in enumerate(whole["content"]):
-            blank, deltas = _growth(block)
-            yield _event("content_block_start", index=index, content_block=blank)
-            for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=end, usage=whole["usage"])
-        yield _event("message_stop")
 
     def _blocks(self, message: Message) -> list[Json]:
         """What was said; thoughts are shown to those who asked for them: others take the first block for the text."""
         blocks: list[Json] = []
         if message.reasoning and self.body.thinking.shown:
-            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": "unsigned"})
+            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": UNSIGNED})
         if message.content or not (blocks or message.tool_calls):
             blocks.append({"type": "text", "text": message.content, "citations": None})
         for call in message.tool_calls:
@@ -250,17 +249,60 @@ class _Exchange:
         return blocks
 
 
-def _growth(block: Json) -> tuple[Json, list[Json]]:
-    """A block as it begins, and what is added to it."""
-    match block["type"]:
-        case "thinking":
-            grown = {"type": "thinking_delta", "thinking": block["thinking"]}
-            signed = {"type": "signature_delta", "signature": block["signature"]}
-            return {**block, "thinking": "", "signature": ""}, [grown, signed]
-        case "text":
-            return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
-    spelled = json.dumps(block["input"], ensure_ascii=False)
-    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": spelled}]
+class _Telling:
+    """A message whose blocks are told one after the other: what was thought, what was said, what is called."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange = exchange
+        self._is_begun = False
+        self._place = -1
+        self._open = ""
+        """Type of the block at that place that is not told to its end; empty where there is none."""
+
+    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+        yield from self._begin(piece.num_prompt_tokens)
+        if piece.reasoning and self._exchange.body.thinking.shown:
+            yield from self._enter({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta(type="thinking_delta", thinking=piece.reasoning)
+        if piece.content:
+            yield from self._enter({"type": "text", "text": "", "citations": None})
+            yield self._delta(type="text_delta", text=piece.content)
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        whole = self._exchange.whole(replies)
+        yield from self._begin(replies[0].num_prompt_tokens)
+        for block in whole["content"][self._place + 1 :]:
+            blank: Json = {"text": ""} if block["type"] == "text" else {"input": {}}
+            yield from self._enter({**block, **blank}, again=True)
+            if block["type"] == "tool_use":
+                yield self._delta(type="input_json_delta", partial_json=json.dumps(block["input"], ensure_ascii=False))
+        yield from self._leave()
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=end, usage=whole["usage"])
+        yield _event("message_stop")
+
+    def _begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+        if not self._is_begun:
+            self._is_begun = True
+            yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
+
+    def _enter(self, blank: Json, *, again: bool = False) -> Iterator[Event]:
+        """What is told next stands in a block of this type; ``again``: in another one than what was told last."""
+        if self._open == blank["type"] and not again:
+            return
+        yield from self._leave()
+        self._place, self._open = self._place + 1, blank["type"]
+        yield _event("content_block_start", index=self._place, content_block=blank)
+
+    def _delta(self, **delta: str) -> Event:
+        return _event("content_block_delta", index=self._place, delta=delta)
+
+    def _leave(self) -> Iterator[Event]:
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature=UNSIGNED)
+        if self._open:
+            yield _event("content_block_stop", index=self._place)
+        self._open = ""
 
 
 def _stop_reason(reply: Reply) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,6 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.strict import StrictBody, read_body
 from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
+from headrace.rollout.endpoint.items import ItemTelling, message_item, thought_item
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
     NAME,
@@ -225,38 +225,23 @@ class _Exchange:
         self.setting.histories[self.id] = (*self.said, reply.message)
         return self._ended(reply)
 
-    def events(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        whole = self.whole(replies)
-        number = itertools.count()
+    def stream(self) -> ItemTelling:
+        return ItemTelling(name=self.setting.name, begun=self.begun(), whole=self.whole)
 
-        def event(kind: str, **fields: Any) -> Event:
-            return Event(kind, {"type": kind, "sequence_number": next(number), **fields})
-
-        begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield event("response.created", response=begun)
-        yield event("response.in_progress", response=begun)
-        for index, item in enumerate(whole["output"]):
-            yield event("response.output_item.added", output_index=index, item=_empty(item))
-            for kind, fields in _growth(item):
-                yield event(kind, item_id=item["id"], output_index=index, **fields)
-            yield event("response.output_item.done", output_index=index, item=item)
-        yield event(f"response.{whole['status']}", response=whole)
-
-    def _ended(self, reply: Reply) -> Json:
-        cut = reply.stop_reason is not StopReason.STOP
+    def begun(self) -> Json:
+        """The body of an answer of which nothing has been said."""
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.setting.created_s,
-            "status": "incomplete" if cut else "completed",
+            "status": "in_progress",
             "error": None,
-            # the protocol has no word for what was withdrawn or out of time
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": None,
             "instructions": self.body.instructions or None,
             "max_output_tokens": self.body.max_output_tokens,
             "metadata": {},
             "model": self.body.model,
-            "output": self._output(reply, "incomplete" if cut else "completed"),
+            "output": [],
             "parallel_tool_calls": True,
             "previous_response_id": self.body.previous_response_id or None,
             "temperature": self.body.temperature,
@@ -265,19 +250,27 @@ class _Exchange:
             "tools": [tool.model_dump() for tool in self.body.tools],
             "top_p": self.body.top_p,
             "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _ended(self, reply: Reply) -> Json:
+        cut = reply.stop_reason is not StopReason.STOP
+        return {
+            **self.begun(),
+            "status": "incomplete" if cut else "completed",
+            # the protocol has no word for what was withdrawn or out of time
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output(reply, "incomplete" if cut else "completed"),
             "usage": _usage(reply),
         }
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
         message, name, items = reply.message, self.setting.name, list[Json]()
         if message.reasoning:
-            thought = {"type": "reasoning_text", "text": message.reasoning}
-            items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": [thought]})
+            items.append(thought_item(name, message.reasoning))
         if message.content or not message.tool_calls:
             logprobs = token_logprobs(reply, self.setting.spell) if _LOGPROBS in self.body.include else []
-            text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": logprobs}
-            said = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [text]}
-            items.append(said)
+            items.append(message_item(name, message.content, status, logprobs))
         for index, call in enumerate(message.tool_calls):
             items.append(
                 {
@@ -290,31 +283,6 @@ class _Exchange:
                 }
             )
         return items
-
-
-def _empty(item: Json) -> Json:
-    """An item as it begins."""
-    if item["type"] == "function_call":
-        return {**item, "arguments": "", "status": "in_progress"}
-    begun = {**item, "content": []}
-    return {**begun, "status": "in_progress"} if "status" in item else begun
-
-
-def _growth(item: Json) -> Iterator[tuple[str, Json]]:
-    """What happens to an item between its beginning and its end."""
-    if item["type"] == "function_call":
-        kind = "response.function_call_arguments"
-        yield f"{kind}.delta", {"delta": item["arguments"]}
-        yield f"{kind}.done", {"name": item["name"], "arguments": item["arguments"]}
-        return
-    (part,) = item["content"]
-    kind = f"response.{part['type']}"
-    more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-    blank = {**part, "text": "", **({"logprobs": []} if more else {})}
-    yield "response.content_part.added", {"content_index": 0, "part": blank}
-    yield f"{kind}.delta", {"content_index": 0, "delta": part["text"], **more}
-    yield f"{kind}.done", {"content_index": 0, "text": part["text"], **more}
-    yield "response.content_part.done", {"content_index": 0, "part": part}
 
 
 def _usage(reply: Reply) -> Json:

@@ -36,16 +36,25 @@ class Endpoint:
     @classmethod
     @asynccontextmanager
     async def listening(
-        cls, sampling: Sampling, *, clock: Clock, warn: Callable[[str], None], limits: Limits | None = None
+        cls,
+        sampling: Sampling,
+        *,
+        clock: Clock,
+        warn: Callable[[str], None],
+        agents: frozenset[str] = frozenset(),
+        limits: Limits | None = None,
     ) -> AsyncIterator[Endpoint]:
         """An endpoint that answers for the body's duration, on a free port.
 
         ``sampling`` is how the policy samples, whatever requests say; ``warn`` is told, once for each field, if they
-        say something else. Raises :class:`~headrace.errors.RunError` where no port can be had.
+        say something else. A request whose model is one of ``agents`` is answered by that agent. Raises
+        :class:`~headrace.errors.RunError` where no port can be had.
         """
         limits = limits or Limits()
         sessions = Sessions(limits)
-        desk = Desk(sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn))
+        desk = Desk(
+            sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
+        )  # fmt: skip
         with _bound() as listening:
             server = _Server(
                 uvicorn.Config(

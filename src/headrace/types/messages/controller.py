@@ -45,6 +45,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """The sequence has begun again: forget its tokens before this chunk."""
     kept: KeptSets | None = None
     """If asked for."""
+    entropies_T: FloatColumn | None = None
+    """If asked for."""
     prompt_routing: Routing | None = None
     """If asked for, on the first chunk."""
     routing: Routing | None = None
@@ -62,6 +64,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The committed version; −1 before the first."""
     busy_s: float = 0.0
     """Time spent in steps."""
+    prefill_s: float = 0.0
+    """Of that, on prompts: a step's time is shared out by its tokens."""
     steps: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
@@ -212,6 +216,8 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What it earned; ``None`` where the environment did not say."""
     turn_rewards: dict[int, float] = {}
     """What of it was earned at single turns."""
+    agent_rewards: dict[str, float] = {}
+    """What each agent earned, where that is told apart."""
     trained: tuple[int, ...] | None = None
     """The sampled turns that carry loss; ``None``: all of them."""
     reason: str = ""

@@ -1,0 +1,42 @@
+"""A proposer and its solvers: the policy under training writes tasks for itself.
+
+    headrace demo --dir runs/demo
+    headrace train examples/proposer_solver.toml
+
+The proposer is given a number and writes a second one, which makes a sum. Four solvers try that sum side by side; each
+earns 1 for the right answer. The proposer earns most where half of them are right: a sum that is neither too easy nor
+too hard. Solvers are compared with solvers, and the proposer with proposers.
+
+Held-out sums are given as they are, to one solver.
+"""
+
+import asyncio
+
+import headrace
+
+SOLVERS = 4
+
+
+def is_right(written, answer):
+    """Three digits, the least significant first."""
+    digits = written[::-1]
+    return len(digits) == 3 and digits.isascii() and digits.isdigit() and int(digits) == answer
+
+
+async def play(task, policy):
+    """One task, proposed and solved."""
+    if "prompt" in task:
+        reply = await policy.chat(task["prompt"], agent="solver")
+        return float(is_right(reply.message.content, task["answer"]))
+    proposed = await policy.chat(f"{task['number']}+", agent="proposer", max_new_tokens=2)
+    second = proposed.message.content
+    if len(second) != 2 or not second.isascii() or not second.isdigit():
+        return headrace.Episode(agent_rewards={"proposer": 0.0})
+    question, answer = f"{task['number']}+{second}=", task["number"] + int(second)
+    names = [f"solver/{number}" for number in range(SOLVERS)]
+    replies = await asyncio.gather(*(policy.chat(question, agent=name) for name in names))
+    rewards = {
+        name: float(is_right(reply.message.content, answer)) for name, reply in zip(names, replies, strict=True)
+    }  # fmt: skip
+    solved = sum(rewards.values()) / SOLVERS
+    return headrace.Episode(agent_rewards={**rewards, "proposer": 0.5 + 2 * solved * (1 - solved)})

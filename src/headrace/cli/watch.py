@@ -1,0 +1,62 @@
+"""``headrace watch``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.cli.output import console
+
+if TYPE_CHECKING:
+    from headrace.types.observation import LiveState
+
+RENEWED_S = 0.5
+
+
+def watch(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    once: bool = typer.Option(False, "--once", help="Show the present moment and leave; so too where this is a pipe."),
+) -> None:
+    """Show a run that goes on elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the watching."""
+    from headrace.observe.terminal import LiveView, draw
+
+    out = console()
+    state = _read(run_dir)
+    if once or not out.is_terminal:
+        out.print(draw(state, out.width))
+        return
+    with LiveView(out) as view:
+        asyncio.run(_follow(run_dir, view.update))
+
+
+async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
+    from headrace.cli.status import look
+
+    show(_read(run_dir))
+    while look(run_dir)["state"] == "running":
+        await asyncio.sleep(RENEWED_S)
+        show(_read(run_dir))
+
+
+def _read(run_dir: Path) -> LiveState:
+    """Raises :class:`~headrace.errors.DataError` where there is no present moment to show."""
+    import msgspec
+
+    from headrace.errors import DataError
+    from headrace.observe import LIVE_FILE
+    from headrace.types.observation import LiveState
+
+    path = run_dir / LIVE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LiveState)
+    except OSError:
+        raise DataError(
+            f"{run_dir} has no {LIVE_FILE}: it holds no run, or its parts are starting",
+            remedy="name the directory of a run, or look again in a few seconds",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}", remedy="remove that file; a running run renews it") from None

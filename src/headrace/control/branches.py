@@ -1,0 +1,96 @@
+"""Credit of branches: those of one pivot are a group of their own, beside the groups of episodes.
+
+Two streams, each reduced by itself: loss = that of the episodes + λ · that of the branches. A loss is proportional to
+its advantages, so advantages are scaled to make it so under the common denominator of a step.
+Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169, the dual-stream objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.algo.advantages import Outcomes
+from headrace.algo.advantages.outcomes import labels
+from headrace.algo.config import AlgoConfig
+from headrace.algo.reductions import TokenMean
+from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.scored import Credit, ScoredGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    """One branch that carries loss."""
+
+    place: int
+    """Of its episode, among those that count in a baseline."""
+    pivot: int
+    """Where it left its episode."""
+    reward: float
+    """What it earned as a whole."""
+    turns: tuple[int, ...]
+    """Its turns, in order."""
+    length: int
+    """Sampled tokens of the whole answer that it is the end of."""
+
+
+def with_branches(
+    algo: AlgoConfig, groups: Sequence[ScoredGroup], credits: Sequence[Credit], weight: float
+) -> Sequence[Credit]:  # fmt: skip
+    """``credits``, one for each episode that counts in a baseline, with the advantages of their branches: ``algo``
+    compares the branches of one pivot with each other. ``weight`` is λ."""
+    episodes = [episode for group in groups for episode in group.counted]
+    branches = [branch for place, episode in enumerate(episodes) for branch in grown(place, episode)]
+    if not branches:
+        return credits
+    credit_B = algo.credit(
+        Outcomes(
+            rewards_E=np.array([branch.reward for branch in branches], np.float64),
+            groups_E=labels([(branch.place, branch.pivot) for branch in branches]),
+            lengths_E=np.array([branch.length for branch in branches], np.int64),
+        )
+    )
+    of_episodes, of_branches = _scales(algo, episodes, branches)
+    scaled: list[list[float]] = []
+    for episode, credit in zip(episodes, credits, strict=True):
+        by_turn = [credit] * len(episode.turns) if isinstance(credit, float) else credit
+        scaled.append([of_episodes * advantage for advantage in by_turn])
+    for branch, advantage in zip(branches, credit_B.tolist(), strict=True):
+        for turn in branch.turns:
+            scaled[branch.place][turn] = weight * of_branches * advantage
+    return scaled
+
+
+def grown(place: int, episode: Episode) -> list[Grown]:
+    """The branches of an episode that carry loss."""
+    turns_of: dict[tuple[int, int], list[int]] = {}
+    for index, turn in enumerate(episode.turns):
+        if turn.branch is not None and turn.branch.reward is not None:
+            turns_of.setdefault((turn.branch.pivot, turn.branch.number), []).append(index)
+    branches: list[Grown] = []
+    for (pivot, _), turns in turns_of.items():
+        name = episode.turns[turns[0]].branch
+        assert name is not None
+        assert name.reward is not None
+        before = episode.path(turns[0])[:-1]
+        length = sum(int(episode.turns[turn].tokens.sampled_T.sum()) for turn in (*before, *turns))
+        branches.append(Grown(place=place, pivot=pivot, reward=name.reward, turns=tuple(turns), length=length))
+    return branches
+
+
+def _scales(algo: AlgoConfig, episodes: Sequence[Episode], branches: Sequence[Grown]) -> tuple[float, float]:
+    """What makes each stream's loss its own, under the denominator of both."""
+    trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
+    if not isinstance(algo.reduction, TokenMean):  # sums over sequences, a branch being one
+        num_branches = sum(trained[branch.place] for branch in branches)
+        return 1.0, sum(trained) / max(1, num_branches)
+    own = branch_tokens = 0
+    for episode in (episode for episode, is_trained in zip(episodes, trained, strict=True) if is_trained):
+        for turn in (turn for turn in episode.turns if not turn.untrained):
+            sampled = int(turn.tokens.sampled_T.sum())
+            own += 0 if turn.branch else sampled
+            branch_tokens += sampled if turn.branch else 0
+    both = own + branch_tokens
+    return both / max(1, own), both / max(1, branch_tokens)

@@ -1,0 +1,267 @@
+"""What a step measures of its episodes and of the parts. Every name is a row of :mod:`headrace.types.metrics`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from headrace.control.attempts import Attempt
+from headrace.control.state import RunState
+from headrace.flow.filters import compared
+from headrace.types.episode import Episode, StopReason, Turn, role_of
+from headrace.types.metrics import as_label, quantile
+from headrace.types.scored import ScoredGroup
+from headrace.types.tokens import IntColumn
+
+MOST_LABELS = 32
+"""Environments and agents with metrics of their own; the others are one, called ``other``."""
+NUM_READ = 8
+"""Episodes of a batch that are searched for repetitions."""
+GRAM = 4
+TAIL = 0.9
+"""The episodes after this share of a batch are its stragglers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Told:
+    """Some episodes, or the shares of them that one agent had: a column each."""
+
+    lengths: list[int] = field(default_factory=list)
+    """Sampled tokens."""
+    turns: list[int] = field(default_factory=list)
+    """Sampled ones."""
+    rewards: list[float] = field(default_factory=list)
+    """Of those that have one."""
+
+    def add(self, length: int, turns: int, reward: float | None) -> None:
+        self.lengths.append(length)
+        self.turns.append(turns)
+        if reward is not None:
+            self.rewards.append(reward)
+
+
+def episode_metrics(batch: Mapping[int, Sequence[Episode]], attempts: Mapping[int, Attempt]) -> dict[str, float]:
+    """Rewards, lengths and turns of a batch, given as the episodes of each group that are trained: over all of them, by
+    environment and by agent."""
+    every, of_env, authors, truncated = _Told(), dict[str, _Told](), set[str](), 0
+    for number, episodes in batch.items():
+        env = attempts[number].env
+        told = of_env.setdefault(env, _Told()) if env else None
+        for episode in episodes:
+            length, turns, cut = _look_at(episode, authors)
+            truncated += cut
+            every.add(length, turns, episode.reward)
+            if told is not None:
+                told.add(length, turns, episode.reward)
+    if not every.lengths:
+        return {}
+    mean = {"length_mean": statistics.fmean(every.lengths)}
+    metrics = {**mean, **_over_all(every), "truncated_frac": truncated / len(every.lengths), **_labelled("env", of_env)}
+    if len(authors) > 1:
+        metrics |= _labelled("agent", _by_agent(chain(*batch.values())))
+    return metrics
+
+
+def _look_at(episode: Episode, authors: set[str]) -> tuple[int, int, bool]:
+    """Sampled tokens and turns of the episode itself, and whether one was cut off; ``authors`` hears whose they are."""
+    length = turns = 0
+    cut = False
+    for turn in episode.turns:
+        if turn.stop_reason is not None and turn.branch is None:
+            length, turns = length + len(turn.tokens.ids_T), turns + 1
+            cut = cut or turn.stop_reason is StopReason.LENGTH
+            authors.add(turn.author)
+    return length, turns, cut
+
+
+def own_turns(episode: Episode) -> list[Turn]:
+    """The turns that were sampled in the episode itself, those of branches aside."""
+    return [turn for turn in episode.turns if turn.stop_reason is not None and turn.branch is None]
+
+
+def own_length(episode: Episode) -> int:
+    """Sampled tokens of the episode itself."""
+    return sum(len(turn.tokens) for turn in own_turns(episode))
+
+
+def sampled_length(episode: Episode) -> int:
+    """Sampled tokens of all its turns, those of branches included."""
+    return sum(len(turn.tokens) for turn in episode.turns if turn.stop_reason is not None)
+
+
+def _by_agent(episodes: Iterable[Episode]) -> dict[str, _Told]:
+    """A column for each role: agents of one role are alike."""
+    of_agent: dict[str, _Told] = {}
+    for episode in episodes:
+        shares: dict[str, list[Turn]] = {}
+        for turn in own_turns(episode):
+            shares.setdefault(turn.author, []).append(turn)
+        for author, turns in shares.items():
+            earned = [turn.reward for turn in turns if turn.reward is not None]
+            reward = episode.agent_rewards.get(author, sum(earned) if earned else episode.reward)
+            length = sum(len(turn.tokens) for turn in turns)
+            of_agent.setdefault(role_of(author), _Told()).add(length, len(turns), reward)
+    return of_agent
+
+
+def _over_all(told: _Told) -> dict[str, float]:
+    rewards, lengths = sorted(told.rewards), sorted(told.lengths)
+    metrics = {
+        "length_p10": float(quantile(lengths, 0.1)),
+        "length_p90": float(quantile(lengths, 0.9)),
+        "length_max": float(lengths[-1]),
+        "turns_mean": sum(told.turns) / len(told.turns),
+        "turns_max": float(max(told.turns)),
+    }
+    if rewards:
+        metrics |= {"reward_p10": quantile(rewards, 0.1), "reward_p90": quantile(rewards, 0.9)}
+    return metrics
+
+
+def _labelled(of: str, told: Mapping[str, _Told]) -> dict[str, float]:
+    """The same for each label: the commonest keep their names."""
+    merged: dict[str, _Told] = {}
+    for rank, (name, each) in enumerate(sorted(told.items(), key=lambda item: -len(item[1].lengths))):
+        into = merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", _Told())
+        into.lengths += each.lengths
+        into.turns += each.turns
+        into.rewards += each.rewards
+    metrics: dict[str, float] = {}
+    for label, some in merged.items():
+        name = f"{of}/{label}"
+        metrics[f"{name}/episodes"] = float(len(some.lengths))
+        metrics[f"{name}/length_mean"] = statistics.fmean(some.lengths)
+        metrics |= {f"{name}/{key}": value for key, value in _over_all(some).items() if key != "turns_max"}
+        if some.rewards:
+            metrics[f"{name}/reward_mean"] = statistics.fmean(some.rewards)
+            metrics[f"{name}/reward_max"] = max(some.rewards)
+    return metrics
+
+
+def group_metrics(groups: Sequence[ScoredGroup], episodes: Sequence[Episode]) -> dict[str, float]:
+    """Groups without anything to prefer in them, and how much episodes repeat themselves."""
+    metrics: dict[str, float] = {}
+    if groups:
+        equal = [all(len(set(rewards)) <= 1 for rewards in compared(group.counted)) for group in groups]
+        metrics["zero_variance_frac"] = sum(equal) / len(equal)
+    read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
+    shares = [share for episode in read if (share := _repeats(episode)) is not None]
+    if shares:
+        metrics["repetition"] = statistics.fmean(shares)
+    return metrics
+
+
+def _repeats(episode: Episode) -> float | None:
+    sampled = [turn.tokens.ids_T for turn in own_turns(episode)]
+    return repetition(max(sampled, key=len)) if sampled else None
+
+
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+
+
+def repetition(ids_T: IntColumn) -> float | None:
+    """The fraction of 4-grams that stand earlier in the same tokens; ``None`` where there are fewer than 2.
+
+    >>> repetition(np.arange(100)), round(repetition(np.arange(100) % 5), 2)
+    (0.0, 0.95)
+    """
+    num = len(ids_T) - GRAM + 1
+    if num < 2:
+        return None
+    grams_T = sum(ids_T[place : place + num].astype(np.uint64) * _MIX[place] for place in range(GRAM))
+    return 1.0 - len(np.unique(np.asarray(grams_T))) / num
+
+
+def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    """How far apart the versions of the batch's tokens are, newest − oldest and their standard deviation, and the age
+    that a tenth of them reach.
+
+    >>> age_metrics({0: 80, 2: 20})
+    {'version_spread': 2.0, 'version_std': 0.8, 'age_p90': 2.0}
+    """
+    if not ages:
+        return {}
+    total = sum(ages.values())
+    mean = sum(age * tokens for age, tokens in ages.items()) / total
+    variance = sum((age - mean) ** 2 * tokens for age, tokens in ages.items()) / total
+    older = 0
+    for age in sorted(ages, reverse=True):
+        older += ages[age]
+        if older >= 0.1 * total:
+            break
+    return {"version_spread": float(max(ages) - min(ages)), "version_std": math.sqrt(variance), "age_p90": float(age)}
+
+
+def part_means(episodes: Iterable[Episode]) -> dict[str, float]:
+    """The mean of each component of the reward."""
+    values: dict[str, list[float]] = {}
+    for episode in (episode for episode in episodes if episode.parts):
+        for name, value in episode.parts.items():
+            values.setdefault(f"reward/{name}", []).append(value)
+    return {name: statistics.fmean(each) for name, each in values.items()}
+
+
+def straggler_s(attempts: Iterable[Attempt], waited: tuple[float, float]) -> float:
+    """Seconds within ``waited`` in which nine in ten of a batch's episodes had ended and others had not.
+
+    >>> straggler_s([Attempt(ends_s=[1.0] * 9 + [8.0])], (0.0, 9.0))
+    7.0
+    """
+    ends_s = sorted(end_s for attempt in attempts for end_s in attempt.ends_s)
+    if len(ends_s) < 2:
+        return 0.0
+    most_s = ends_s[min(math.ceil(TAIL * len(ends_s)), len(ends_s) - 1) - 1]
+    return max(0.0, min(ends_s[-1], waited[1]) - max(most_s, waited[0]))
+
+
+def part_metrics(state: RunState, num_episodes: int) -> dict[str, float]:
+    """What engine and learner did since the last step, and how full they are; moves the mark of the last step on."""
+    now_s, stats = state.parts.clock.now(), state.parts.engine.stats()
+    mark = state.tally.mark
+    then = mark.stats or state.engine_before
+    since_s = mark.clock_s if mark.clock_s is not None else (state.training_from_s or state.started_s)
+    wall_s = max(now_s - since_s, 1e-9)
+    busy_s = min(stats.busy_s - then.busy_s, wall_s)
+    learner_s = state.tally.learner_busy_s - mark.learner_busy_s
+    mark.clock_s, mark.stats, mark.learner_busy_s = now_s, stats, state.tally.learner_busy_s
+    trained, mark.tokens_trained = state.tally.tokens_trained - mark.tokens_trained, state.tally.tokens_trained
+    lengths, state.tally.fresh_lengths = sorted(state.tally.fresh_lengths), []
+    metrics = {
+        "trained_tok_s": trained / wall_s,
+        "generated_tok_s": (stats.generated_tokens - then.generated_tokens) / wall_s,
+        "engine_busy_frac": max(0.0, busy_s / wall_s),
+        "learner_busy_frac": min(1.0, learner_s / wall_s),
+        "engine_running": float(stats.running),
+        "engine_waiting": float(stats.waiting),
+        "preempted": float(stats.preempted),
+    }
+    if busy_s > 0:
+        metrics["prefill_frac"] = min(1.0, (stats.prefill_s - then.prefill_s) / busy_s)
+    if stats.cache_blocks:
+        metrics["cache_used_frac"] = stats.cache_blocks_used / stats.cache_blocks
+        metrics["cache_bytes"] = float(stats.cache_bytes)
+    prompts = stats.prompt_tokens - then.prompt_tokens
+    if prompts > 0:
+        metrics["cache_hit_frac"] = (stats.cached_tokens - then.cached_tokens) / prompts
+    if num_episodes:
+        metrics["cost_s_per_episode"] = wall_s / num_episodes
+        metrics["engine_s_per_episode"] = max(0.0, busy_s) / num_episodes
+        metrics["learner_s_per_episode"] = learner_s / num_episodes
+    if lengths:
+        metrics["length_submitted_mean"] = statistics.fmean(lengths)
+        metrics["length_submitted_p90"] = float(quantile(lengths, 0.9))
+    return metrics
+
+
+def wasted_tokens(state: RunState) -> dict[str, int]:
+    """Tokens sampled in this life of the run that will not be trained, by reason."""
+    wasted = state.tally.wasted_tokens + state.tally.dropped_tokens + state.flow.wasted_tokens
+    thrown_away = (state.engine_after or state.parts.engine.stats()).wasted_tokens - state.engine_before.wasted_tokens
+    if thrown_away > 0:
+        wasted["weight_update"] += thrown_away
+    return dict(wasted)

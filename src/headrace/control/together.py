@@ -1,0 +1,40 @@
+"""One lane that many tasks keep busy at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.clock import Clock
+from headrace.control.observer import Observers
+from headrace.types.trace import Span
+
+PIECE_S = 0.25
+"""A lane that stays busy tells so at least this often, when something ends."""
+
+
+class Together:
+    """Tells when at least one task is at it: a lane with thousands of short spans a second costs a few long ones."""
+
+    def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
+        self._lane = lane
+        self._name = name
+        self._observers = observers
+        self._clock = clock
+        self._num = 0
+        self._since_s = 0.0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within this, one task is at it."""
+        if not self._num:
+            self._since_s = self._clock.now()
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+            now_s = self._clock.now()
+            if not self._num or now_s - self._since_s >= PIECE_S:
+                self._observers.span(Span(lane=self._lane, name=self._name, start_s=self._since_s, end_s=now_s))
+                self._since_s = now_s

@@ -1,0 +1,205 @@
+"""An engine behind an endpoint of OpenAI's completions: vLLM, SGLang, ``headrace serve``. It is asked in token ids and
+answers in token ids; its weights are its own, so that it can be measured and not trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from headrace.engine.base import PLAIN, RequestOptions, TokenChunk
+from headrace.errors import ConfigError, EngineFull, RequestError, RunError, SequenceFailed
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import EngineStats
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import IntColumn, Tokens
+
+if TYPE_CHECKING:
+    import httpx
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before an engine that is full is asked again."""
+CONNECT_S = 20.0
+"""Longest that a connection may take; how long an answer takes, whoever waits for it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """Where an engine is that somebody else runs."""
+
+    url: str
+    """Of its API, with ``/v1``."""
+    model: str = ""
+    """What it calls the model; empty: the first that it lists."""
+    token: str = ""
+    """Sent as ``Authorization: Bearer TOKEN``; empty: none is."""
+
+
+@asynccontextmanager
+async def reached(where: Elsewhere) -> AsyncIterator[RemoteEngine]:
+    """The engine at ``where``; :class:`~headrace.errors.ConfigError` if it is none that can be asked in tokens."""
+    import httpx
+
+    local = urlsplit(where.url).hostname in LOOPBACK  # a proxy of the environment is not meant for it
+    async with httpx.AsyncClient(
+        base_url=where.url.rstrip("/") + "/",
+        headers={"Authorization": f"Bearer {where.token}"} if where.token else {},
+        timeout=httpx.Timeout(None, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None),
+        trust_env=not local,
+    ) as client:
+        try:
+            answer = await client.get("models", timeout=CONNECT_S)
+            listed: Any = answer.json()["data"] if answer.status_code == 200 else None
+            model = where.model or listed[0]["id"]
+            is_ours = listed[0].get("owned_by") == "headrace"
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the engine at {where.url} does not tell its models: {type(error).__name__}: {error}",
+                remedy="give the URL of an OpenAI-compatible API, with /v1, and the token that it wants",
+            ) from None
+        yield RemoteEngine(client, model, is_ours=is_ours)
+
+
+class RemoteEngine:
+    """A :class:`~headrace.engine.TokenSource`. Made by :func:`reached`."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
+        self._client = client
+        self._model = model
+        self._extra: dict[str, Any] = {} if is_ours else {"return_token_ids": True}  # ours always tells them
+        self._stats = EngineStats(version=0)
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        """See :class:`~headrace.engine.TokenSource`. An answer that was begun elsewhere goes on behind its tokens, with
+        other draws than it would have had."""
+        import httpx
+
+        begun = [] if options.answer_ids_T is None else options.answer_ids_T.tolist()
+        body = {**self._body(sampling, len(begun)), "prompt": [*prompt_ids_T.tolist(), *begun]}
+        self._count(running=1)
+        try:
+            async with aclosing(await self._ask(body)) as answer:
+                async for chunk in _chunks(answer):
+                    self._count(steps=1, generated_tokens=len(chunk.tokens))
+                    yield chunk
+        except httpx.ConnectError as error:
+            raise RunError(f"the engine cannot be reached: {error}", remedy="is it still running?") from None
+        except httpx.HTTPError as error:
+            words = f"the engine's answer broke off: {type(error).__name__}: {error}"
+            raise SequenceFailed(words, remedy="look at the engine's log") from None
+        finally:
+            self._count(running=-1)
+
+    def stats(self) -> EngineStats:
+        """What can be seen of it from here."""
+        return self._stats
+
+    async def _ask(self, body: dict[str, Any]) -> httpx.Response:
+        """The answer, which has begun; one that is full is asked again."""
+        for pause_s in (*PAUSES_S, None):
+            request = self._client.build_request("POST", "completions", json=body)
+            answer = await self._client.send(request, stream=True)
+            if answer.status_code == 200:
+                return answer
+            words = (await answer.aread())[:500].decode("utf-8", "replace")
+            await answer.aclose()
+            if answer.status_code not in (429, 503) or pause_s is None:
+                raise _refused(answer.status_code, words)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
+        asked, usual = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling(max_new_tokens=1))
+        own = {name: asked[name] for name in _OPTIONAL if asked[name] != usual[name]}
+        if sampling.logit_bias:
+            own["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        return {
+            "model": self._model,
+            "max_tokens": sampling.max_new_tokens - num_begun,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop": list(sampling.stop),
+            "stop_token_ids": list(sampling.stop_ids),
+            "seed": sampling.seed,
+            "logprobs": 0,
+            "stream": True,
+            **own,
+            **self._extra,
+        }
+
+    def _count(self, **by: int) -> None:
+        changed: dict[str, Any] = {
+            name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
+        }
+        self._stats = msgspec.structs.replace(self._stats, **changed)
+
+
+async def _chunks(answer: httpx.Response) -> AsyncIterator[TokenChunk]:
+    """Up to the one with a reason to stop."""
+    async for line in answer.aiter_lines():
+        chunk = _chunk(line)
+        if chunk is None:
+            continue
+        yield chunk
+        if chunk.stop_reason is not None:
+            return
+    raise SequenceFailed("the engine ended its answer without a reason", remedy="look at the engine's log")
+
+
+def _chunk(line: str) -> TokenChunk | None:
+    """What an event of the stream adds; ``None`` for one that adds nothing."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return None
+    try:
+        tree = json.loads(line.removeprefix("data: "))
+        if "error" in tree:
+            raise SequenceFailed(f"the engine says: {str(tree['error'])[:300]}", remedy="look at the engine's log")
+        if not tree["choices"]:
+            return None
+        choice = tree["choices"][0]
+        reason = choice.get("finish_reason")
+        ids = choice.get("token_ids") or []
+        told = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if not ids and (choice.get("text") or told):
+            raise RequestError(
+                "the engine does not tell the ids of its tokens",
+                remedy="take one that knows return_token_ids: vLLM from 0.10.2 on, or headrace serve",
+            )
+        logprobs = [math.nan if value is None else value for value in told] or [math.nan] * len(ids)
+        if not ids and reason is None:
+            return None
+        tokens = Tokens(
+            ids_T=np.array(ids, np.int32),
+            logprobs_T=np.array(logprobs[: len(ids)], np.float32),
+            versions_T=np.zeros(len(ids), np.int32),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise SequenceFailed(f"the engine sent what is no completion: {error}", remedy="is it one?") from None
+    return TokenChunk(tokens=tokens, stop_reason=_REASONS.get(reason, StopReason.ABORTED) if reason else None)
+
+
+_OPTIONAL = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""What not every endpoint knows: said only where it asks for something."""
+_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+
+
+def _refused(status: int, words: str) -> RequestError:
+    problem = f"the engine answered {status}: {words}"
+    if status in (429, 503):
+        return EngineFull(problem, remedy="ask for less at once")
+    return RequestError(problem, remedy="look at the request, the model's name and the token")

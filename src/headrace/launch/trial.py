@@ -1,0 +1,52 @@
+"""Environment workers without a run around them, for checks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from headrace.clock import RealClock
+from headrace.launch.child import Child, Site
+from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.starts import EnvironmentStart
+from headrace.rollout.endpoint import Endpoint
+from headrace.types.sampling import Sampling
+
+
+@asynccontextmanager
+async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[str], None]) -> AsyncIterator[EnvPool]:
+    """Workers as a run would have them; they, their logs and all that they started are gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") as directory:
+        site = Site(
+            directory=Path(directory), logs=Path(directory), token=secrets.token_hex(32), on_spans=lambda _: None
+        )
+        children: list[Child] = []
+        numbers = itertools.count()
+
+        async def start_worker() -> Child:
+            name = f"environment-{next(numbers)}"
+            peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
+            children.append(await Child.start(site, name, start, 1, peer))
+            return children[-1]
+
+        pool = EnvPool(start_worker, terms, warn=warn, listening=_listening)
+        try:
+            async with asyncio.TaskGroup() as group:
+                keeping = group.create_task(pool.keep())
+                await pool.started()
+                yield pool
+                keeping.cancel()
+        finally:
+            await asyncio.gather(*(child.kill() for child in children))
+            for child in children:
+                child.close()
+
+
+def _listening(warn: Callable[[str], None]) -> AbstractAsyncContextManager[Endpoint]:
+    return Endpoint.listening(Sampling(max_new_tokens=1024), clock=RealClock(), warn=warn)

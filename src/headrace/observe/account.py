@@ -1,0 +1,130 @@
+"""Where the time and the tokens of a run went, from its spans and its steps: the record that the verdict reads.
+
+The same function makes the account of a whole run from its files and, step by step, that of a run which goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from headrace.observe.trace import Interval, account
+from headrace.observe.verdict import judge
+from headrace.types.observation import Account, Event, LiveState, StepRecord
+from headrace.types.trace import Span
+
+LATE_S = 1.0
+"""Spans of what happened this long ago have arrived: engines report what they do every quarter of a second."""
+
+
+def account_of(
+    spans: Sequence[Span], steps: Sequence[StepRecord], within: Interval, known: Iterable[str] = ()
+) -> Account:
+    """The account of ``within``, in which ``steps`` ended: all steps of this life of the run up to then. ``known``: as
+    in :func:`~headrace.observe.trace.account`."""
+    return msgspec.structs.replace(
+        account(spans, within, known),
+        straggler_s=sum(step.straggler_s for step in steps),
+        held_back_s=sum(step.held_back_s for step in steps),
+        generated_tokens=steps[-1].generated_tokens if steps else 0,
+        trained_tokens=sum(step.trained_tokens for step in steps),
+        wasted_tokens=dict(steps[-1].wasted_tokens) if steps else {},
+    )
+
+
+LONG_S = 5.0
+"""Where no step has ended for this long, the time since then is looked at too."""
+
+
+class Accountant:
+    """Keeps the account of a run that goes on: an observer. What spans say of a step is added when they have arrived.
+
+    A run of any length costs it as much memory as two steps.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._lanes: set[str] = set()
+        self._open: list[StepRecord] = []
+        """Steps that are yet to be added, after the last that was."""
+        self._last: StepRecord | None = None
+        """The last step that was added."""
+        self._newest: StepRecord | None = None
+        """The last step that was told."""
+        self._closed_s: float | None = None
+        """Up to here everything is added, on the spans' clock."""
+        self._total = Account()
+        self._throughput: list[float] = []
+        self._waited: list[float] = []
+
+    def spans(self, spans: Sequence[Span]) -> None:
+        """Keep those that an account is made of, until their time is accounted for."""
+        kept = [span for span in spans if span.lane != "rollout"]
+        self._lanes.update(span.lane for span in kept)
+        self._spans += kept
+
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step has ended; those before it are added if nothing more can come of them."""
+        if self._closed_s is None:
+            self._closed_s = record.clock_s - record.seconds - record.wait_s
+        before = self._open[-1].clock_s if self._open else self._closed_s
+        length_s = max(record.clock_s - before, 1e-9)
+        self._throughput.append(record.trained_tokens / length_s)
+        self._waited.append(min(1.0, record.wait_s / length_s))
+        if record.clock_s - self._closed_s >= 2 * LATE_S:
+            late = [earlier for earlier in self._open if record.clock_s - earlier.clock_s >= LATE_S]
+            self._add(late)
+        self._open.append(record)
+        self._newest = record
+
+    def update(self, state: LiveState) -> None:
+        """Nothing."""
+
+    def total(self) -> Account:
+        """Up to the end of the last step, as far as is known."""
+        self._add(list(self._open))
+        return self._total
+
+    def shown(self, state: LiveState) -> LiveState:
+        """``state`` with where the time went, in numbers and in words."""
+        so_far = self._total
+        newest = self._newest
+        if newest is not None and state.phase == "training" and state.wall_s - newest.wall_s >= LONG_S:
+            so_far += self._present(state, newest)
+        return msgspec.structs.replace(
+            state,
+            account=so_far if so_far.seconds else state.account,
+            verdict=str(judge(so_far)) if so_far.seconds else "",
+            throughput=tuple(self._throughput),
+            waited=tuple(self._waited),
+        )
+
+    def _present(self, state: LiveState, newest: StepRecord) -> Account:
+        """The time that no added step tells of: where steps are long, most of it. Spans of the learner come when it is
+        done; until then it works unless it waits."""
+        assert self._closed_s is not None
+        now_s = newest.clock_s + state.wall_s - newest.wall_s
+        waits = [wait.since_s for wait in state.waits if wait.loop == "learner" and wait.state == "waiting"]
+        waits_s = waits[0] if waits else 0.0
+        at_it = Span(lane="learner", name="step", start_s=newest.clock_s, end_s=max(newest.clock_s, now_s - waits_s))
+        made = account([*self._spans, at_it], (self._closed_s, now_s - LATE_S), self._lanes)
+        return msgspec.structs.replace(made, trained_tokens=sum(record.trained_tokens for record in self._open))
+
+    def _add(self, steps: list[StepRecord]) -> None:
+        """Add the first of the open steps, all at once."""
+        if not steps:
+            return
+        assert self._closed_s is not None
+        record = steps[-1]
+        del self._open[: len(steps)]
+        within = (self._closed_s, max(record.clock_s, self._closed_s))
+        made = account_of(self._spans, steps, within, self._lanes)
+        before = 0 if self._last is None else self._last.generated_tokens
+        made = msgspec.structs.replace(made, generated_tokens=record.generated_tokens - before, wasted_tokens={})
+        self._total = msgspec.structs.replace(self._total + made, wasted_tokens=dict(record.wasted_tokens))
+        self._last, self._closed_s = record, within[1]
+        self._spans = [span for span in self._spans if span.end_s > within[1]]

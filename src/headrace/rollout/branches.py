@@ -1,0 +1,119 @@
+"""Turns that go on in more than one way: cut where others leave them, with those others below.
+
+    task ── answer        ▶        task ── kept ──┬── rest of the answer
+                                                  ├── branch 0 ── ...
+                                                  └── branch 1 ── ...
+
+What is kept is one turn, so it is trained once, like every turn that paths share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from headrace.engine import PLAIN, RequestOptions, TokenChunk, TokenSource
+from headrace.errors import RequestError
+from headrace.types.episode import Branch, StopReason, Turn
+from headrace.types.messages.engine import Fork
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import IntColumn
+
+_NONE = np.zeros(0, np.int32)
+
+
+class Forking:
+    """An engine for one branch: what it is asked to go on with, it forks from the sequence that holds it, ``parent``,
+    under the weights of that one's cache, which are kept for as long as it takes. Where these are not in use any more,
+    or the sequence is forgotten, it goes on from the tokens alone, which have to be computed again, under the weights
+    it begins with; ``on_prefix`` is told. ``name`` gives it draws of its own.
+    """
+
+    def __init__(self, engine: TokenSource, *, parent: int | None, name: str, on_prefix: Callable[[], None]) -> None:
+        self._engine = engine
+        self._parent = parent
+        self._name = name
+        self._on_prefix = on_prefix
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        """See :class:`~headrace.engine.base.Engine`."""
+        digest = hashlib.blake2b(f"{sampling.seed}/{self._name}".encode(), digest_size=8).digest()
+        sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
+        kept_T = options.answer_ids_T
+        if kept_T is None:
+            async for chunk in self._engine.generate(prompt_ids_T, sampling, options):
+                yield chunk
+            return
+        options, came = replace(options, pinned=True), False
+        if self._parent is not None:
+            fork = Fork(parent=self._parent, at=len(kept_T))
+            rest = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(kept_T))
+            try:
+                async for chunk in self._engine.generate(_NONE, rest, replace(options, fork=fork, answer_ids_T=None)):
+                    came = True
+                    yield chunk
+                return
+            except RequestError:
+                if came:
+                    raise
+        self._on_prefix()
+        async for chunk in self._engine.generate(prompt_ids_T, sampling, options):
+            yield chunk
+
+
+def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
+    """Cut a turn into a chain of turns, which end before ``ends`` and with the turn itself. What continued it continues
+    the last of them, which keeps its stop reason and reward."""
+    whole, added = turns[index], len(ends)
+    bounds = [0, *ends, len(whole.tokens)]
+    pieces = [replace(whole, tokens=whole.tokens[: bounds[1]])]
+    for place in range(1, added + 1):
+        tokens = whole.tokens[bounds[place] : bounds[place + 1]]
+        pieces.append(replace(whole, tokens=tokens, parent=index + place - 1, context_routing=None))
+    pieces[:-1] = [replace(piece, stop_reason=StopReason.SPLIT, reward=None) for piece in pieces[:-1]]
+    later = [replace(turn, parent=_moved(turn.parent, index, added)) for turn in turns[index + 1 :]]
+    turns[index:] = [*pieces, *later]
+
+
+def _moved(parent: int | None, index: int, added: int) -> int | None:
+    return parent if parent is None or parent < index else parent + added
+
+
+def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn]) -> bool:
+    """Whether ``attempt`` is what ``turns`` are up to token ``at`` of turn ``index``, and more."""
+    if len(attempt) <= index or len(attempt[index].tokens) <= at:
+        return False
+    before = zip(turns[: index + 1], attempt[: index + 1], strict=True)
+    return all(
+        here.parent == there.parent
+        and np.array_equal(_kept_ids(here, place, index, at), _kept_ids(there, place, index, at))
+        for place, (here, there) in enumerate(before)
+    )
+
+
+def _kept_ids(turn: Turn, place: int, index: int, at: int) -> IntColumn:
+    return turn.tokens.ids_T[:at] if place == index else turn.tokens.ids_T
+
+
+def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branch: Branch) -> None:
+    """Hang below turn ``index``, which is the ``at`` tokens that are kept, what ``attempt`` has behind them."""
+    base = len(turns)
+    for turn in attempt[index:]:
+        first = len(turns) == base
+        shared = turn.parent is None or turn.parent < index
+        turns.append(
+            replace(
+                turn,
+                tokens=turn.tokens[at:] if first else turn.tokens,
+                parent=index if first else turn.parent if shared else _moved(turn.parent, index, base - index),
+                context_routing=None if first else turn.context_routing,
+                reward=None,
+                branch=branch,
+            )
+        )

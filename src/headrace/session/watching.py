@@ -1,0 +1,75 @@
+"""Everything that watches a run: files, view, alarms, writers, and the account of where the time goes."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from headrace.clock import Clock
+from headrace.control import Controller
+from headrace.control.observer import Observer, Observers
+from headrace.launch import Component
+from headrace.observe import Accountant, AlarmWatch, Posting, Raised, Recorder, RunFacts, SystemWatch, judge, open_view
+from headrace.observe.terminal import PlainView, SilentView, View
+from headrace.session.config import RunConfig
+from headrace.types.observation import Event, LiveState
+
+SYSTEM_EVERY = 4
+"""Looks at the run between two at the memory of its processes."""
+
+
+class Watching:
+    """The watchers of one run, opened in the order given and closed in the other by ``stack``.
+
+    Raises :class:`~headrace.errors.ConfigError` where a writer cannot be had.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, clock: Clock, stack: ExitStack) -> None:
+        self.controller: Controller | None = None
+        """Hears of alarms, once it is there."""
+        self._accountant = Accountant()
+        self._system = SystemWatch(run_dir, clock)
+        self._looks = 0
+        watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
+        facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
+        for writer in config.observe.writers:
+            watchers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
+        self.view = stack.enter_context(_view(config))
+        watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
+        self.observers = Observers(watchers)
+        stack.callback(self.observers.flush)
+
+    def look(self, controller: Controller, components: list[Component]) -> LiveState:
+        """The present moment, told to all of them."""
+        if not self._looks % SYSTEM_EVERY:
+            controller.state.system = self._system.read((part.role, part.pid) for part in components)
+        self._looks += 1
+        live = self._accountant.shown(controller.live())
+        self.observers.update(live)
+        return live
+
+    def verdict(self) -> str:
+        """On the whole run so far, in words; empty before the first step."""
+        total = self._accountant.total()
+        return str(judge(total)) if total.seconds else ""
+
+    def _alarmed(self, raised: Raised, stop: bool) -> None:
+        self._warn(str(raised), kind=f"alarm {raised.name}")
+        if stop and self.controller is not None and not self.controller.state.stop_asked:
+            self.controller.state.event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
+            self.controller.stop()
+
+    def _warn(self, text: str, *, kind: str = "") -> None:
+        if self.controller is not None:
+            self.controller.state.warn(text, kind=kind)
+        else:
+            self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
+
+
+def _view(config: RunConfig) -> View:
+    if config.observe.view == "none":
+        return SilentView()
+    if config.observe.view == "plain":
+        return PlainView(sys.stdout, config.run.steps)
+    return open_view(sys.stdout, config.run.steps)

@@ -1,0 +1,244 @@
+"""Every metric a run reports, as one row: its name, its unit, what it says, and how several values become one.
+
+Writers, charts, alarms and documents read these rows; a test holds what runs report against them. A name may hold one
+part in braces, ``env/{env}/reward_mean``, which stands for a label: an environment, an agent, a reason. Metrics of a
+loss of your own keep the names you give them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+class How(enum.StrEnum):
+    """How the values of several steps become one."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    LAST = "last"
+    """It counts on from step to step, or says how things are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One row."""
+
+    name: str
+    unit: str
+    """Empty for a plain number; ``frac``: between 0 and 1."""
+    how: How
+    what: str
+
+    @property
+    def stem(self) -> str:
+        """The name without its label, for systems that keep labels apart: ``env_reward_mean``."""
+        return re.sub(r"[^A-Za-z0-9]+", "_", re.sub(r"/?\{\w+\}", "", self.name)).strip("_")
+
+    @property
+    def label(self) -> str:
+        """What the part in braces stands for; empty where there is none."""
+        braces = re.search(r"\{(\w+)\}", self.name)
+        return braces[1] if braces else ""
+
+
+MEAN, SUM, MAX, LAST = How.MEAN, How.SUM, How.MAX, How.LAST
+
+
+def _rows(*rows: tuple[str, str, How, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(name=name, unit=unit, how=how, what=what) for name, unit, how, what in rows)
+
+
+_OUTCOME = _rows(
+    ("reward_mean", "", MEAN, "Mean reward of the episodes that the step trained on"),
+    ("reward_std", "", MEAN, "Their standard deviation"),
+    ("reward_min", "", MEAN, "Least of them"),
+    ("reward_p10", "", MEAN, "A tenth of them earned no more"),
+    ("reward_p90", "", MEAN, "A tenth of them earned at least this"),
+    ("reward_max", "", MAX, "Greatest of them"),
+    ("reward_sampled", "", MEAN, "Mean reward of all episodes scored since the last step, dropped ones included"),
+    ("reward/{component}", "", MEAN, "Mean of one component of the reward, not weighted"),
+    ("eval_accuracy", "", LAST, "Mean reward on held-out tasks, where a measurement ended since the last step"),
+    ("eval_version", "version", LAST, "The version that was committed when that measurement began"),
+    ("zero_variance_frac", "frac", MEAN, "Groups of the batch whose rewards are all equal: nothing to prefer in them"),
+    ("truncated_frac", "frac", MEAN, "Episodes of the batch with a turn that ran into engine.max_new_tokens"),
+    ("repetition", "frac", MEAN, "Of up to 8 episodes of the batch: 4-grams of tokens that stood in them before"),
+)
+_SHAPE = _rows(
+    ("length_mean", "tokens", MEAN, "Sampled tokens per episode of the batch"),
+    ("length_p10", "tokens", MEAN, "A tenth of the episodes are no longer"),
+    ("length_p90", "tokens", MEAN, "A tenth of the episodes are at least this long"),
+    ("length_max", "tokens", MAX, "The longest episode"),
+    ("length_submitted_mean", "tokens", MEAN, "Sampled tokens per episode ended since the last step, dropped or not"),
+    ("length_submitted_p90", "tokens", MEAN, "A tenth of those are at least this long: length_p90 tells survivor bias"),
+    ("turns_mean", "turns", MEAN, "Sampled turns per episode of the batch"),
+    ("turns_max", "turns", MAX, "Most turns of one"),
+)
+_LABELLED = tuple(
+    row
+    for of, who in (("env", "environment (a task's column that observe.env_column names)"), ("agent", "agent"))
+    for row in _rows(
+        (f"{of}/{{{of}}}/episodes", "episodes", SUM, f"Episodes of the batch, by {who}"),
+        (f"{of}/{{{of}}}/reward_mean", "", MEAN, f"Mean reward of the batch, by {of}"),
+        (f"{of}/{{{of}}}/reward_p10", "", MEAN, f"A tenth earned no more, by {of}"),
+        (f"{of}/{{{of}}}/reward_p90", "", MEAN, f"A tenth earned at least this, by {of}"),
+        (f"{of}/{{{of}}}/reward_max", "", MAX, f"Greatest reward, by {of}"),
+        (f"{of}/{{{of}}}/length_mean", "tokens", MEAN, f"Sampled tokens per episode, by {of}"),
+        (f"{of}/{{{of}}}/length_p10", "tokens", MEAN, f"A tenth are no longer, by {of}"),
+        (f"{of}/{{{of}}}/length_p90", "tokens", MEAN, f"A tenth are at least this long, by {of}"),
+        (f"{of}/{{{of}}}/length_max", "tokens", MAX, f"The longest, by {of}"),
+        (f"{of}/{{{of}}}/turns_mean", "turns", MEAN, f"Sampled turns per episode, by {of}"),
+    )
+)
+_FLOW = _rows(
+    ("trained_tokens", "tokens", SUM, "Tokens that carried loss in the step"),
+    ("generated_tokens", "tokens", LAST, "Tokens sampled since the run started"),
+    ("tokens", "tokens", SUM, "Tokens of the batch, prompts included"),
+    ("trained_tok_s", "tokens/s", MEAN, "Tokens that carried loss, over the time since the last step"),
+    ("generated_tok_s", "tokens/s", MEAN, "Tokens sampled since the last step, over that time"),
+    ("queue/submitted", "groups", LAST, "Groups known and not yet admitted"),
+    ("queue/running", "groups", LAST, "Groups being generated or scored"),
+    ("queue/ready", "groups", LAST, "Groups scored and waiting to be trained"),
+    ("age_mean", "versions", MEAN, "Mean age of the tokens that carried loss"),
+    ("age_p90", "versions", MEAN, "A tenth of them are at least this old"),
+    ("age_max", "versions", MAX, "Age of the oldest"),
+    ("age/{age}", "tokens", SUM, "Tokens that carried loss, by age"),
+    ("version_spread", "versions", MEAN, "Newest minus oldest version of the tokens that carried loss"),
+    ("version_std", "versions", MEAN, "Standard deviation of their versions"),
+    ("max_age", "versions", LAST, "The staleness bound, where the run tunes it"),
+    ("capacity", "groups", LAST, "Groups that may run at once, where the run tunes it"),
+    ("pivots/{count}", "", SUM, "Since the last step: pivots of failed episodes, their branches, what became of them"),
+    ("dropped_groups/{reason}", "groups", LAST, "Groups dropped since the run started"),
+    ("set_aside_episodes/{reason}", "episodes", LAST, "Episodes left out of kept groups, or masked, in this life"),
+    ("dropped_tokens/{reason}", "tokens", LAST, "Tokens of trained groups without loss, in this life of the run"),
+    ("wasted_tokens/{reason}", "tokens", LAST, "Tokens sampled and never to be trained, in this life of the run"),
+)
+_TIME = _rows(
+    ("wall_s", "s", LAST, "Since this life of the run started"),
+    ("seconds", "s", SUM, "Forward, backward and update"),
+    ("forward_backward_s", "s", SUM, "Forward and backward"),
+    ("optim_s", "s", SUM, "Clipping and update"),
+    ("wait_s", "s", SUM, "The learner waited for the step's batch"),
+    ("straggler_s", "s", SUM, "Of that, nine in ten episodes of the batch had ended"),
+    ("held_back_s", "s", SUM, "flow.capacity kept groups from running, and no request waited for the engine"),
+    ("exposed_sync_s", "s", SUM, "The learner stood still for the sync after the step"),
+    ("commit_gap_s", "s", MEAN, "The engine stood still to commit the latest version"),
+    ("engine_busy_frac", "frac", MEAN, "The engine ran steps, of the time since the last step"),
+    ("learner_busy_frac", "frac", MEAN, "The learner trained or copied, of the time since the last step"),
+    ("prefill_frac", "frac", MEAN, "Of the engine's busy time, reading prompts"),
+    ("cost_s_per_episode", "s", MEAN, "Time since the last step per episode trained: its cost in machine time"),
+    ("engine_s_per_episode", "s", MEAN, "Busy time of the engine since the last step per episode trained"),
+    ("learner_s_per_episode", "s", MEAN, "Busy time of the learner per episode trained"),
+)
+_PARTS = _rows(
+    ("engine_running", "sequences", LAST, "Sequences in the engine's batch at the end of the step"),
+    ("engine_waiting", "requests", LAST, "Requests that had not joined it"),
+    ("cache_used_frac", "frac", MEAN, "Blocks of the key-value cache that sequences hold"),
+    ("cache_hit_frac", "frac", MEAN, "Prompt tokens since the last step that the prefix cache served"),
+    ("cache_bytes", "bytes", LAST, "Memory of the key-value cache"),
+    ("preempted", "times", LAST, "Sequences that left a full cache and went on later, since the engine started"),
+    ("memory/{part}", "bytes", LAST, "Memory that a process of the run holds (its resident set)"),
+    ("cpu/{part}", "cores", MEAN, "Processor time of a process over time"),
+    ("disk_free_bytes", "bytes", LAST, "Room on the disk of the run directory"),
+)
+_LEARNING = _rows(
+    ("loss", "", MEAN, "What was minimised"),
+    ("grad_norm", "", MEAN, "Global norm of the gradient before clipping"),
+    ("lr", "", LAST, "Learning rate of the update"),
+    ("clip_frac", "frac", MEAN, "Tokens at a bound of the loss"),
+    ("clip_frac/{age}", "frac", MEAN, "The same by age"),
+    ("entropy", "nats", MEAN, "Mean entropy of π, where it is known"),
+    ("kl_ref", "nats", MEAN, "KL(π‖π_ref) by the penalty's estimator; by k3 where there is no penalty"),
+    ("kl_teacher", "nats", MEAN, "Mean of log μ − log ν: KL(μ‖ν)"),
+    ("teacher_version", "version", LAST, "Newest version in the weights of a teacher that is this model's own past"),
+    ("teacher_version", "version", LAST, "Which weights the teacher has, where it is refreshed"),
+    ("kl_mu_k1", "nats", MEAN, "KL(μ‖π): mean of −log w, w = π/μ"),
+    ("kl_mu_k3", "nats", MEAN, "KL(μ‖π): mean of w − 1 − log w"),
+    ("mismatch_k1", "nats", MEAN, "The same before the step, over tokens of age 0: engine against learner"),
+    ("mismatch_k3", "nats", MEAN, "The same by k3"),
+    ("mismatch_kl", "nats", MEAN, "KL(μ‖π) by k3 over tokens of age 0"),
+    ("mismatch_abs", "nats", MEAN, "Mean |log π − log μ| of the same tokens"),
+    ("stale_k1", "nats", MEAN, "As mismatch_k1, over tokens of higher age"),
+    ("stale_k3", "nats", MEAN, "As mismatch_k3, over tokens of higher age"),
+    ("staleness_k1", "nats", MEAN, "stale_k1 − mismatch_k1: what age added"),
+    ("staleness_k3", "nats", MEAN, "stale_k3 − mismatch_k3: what age added"),
+    ("ratio_mu", "", MEAN, "Mean of w"),
+    ("ratio_mu_squared", "", MEAN, "Mean of w²"),
+    ("ess", "frac", MEAN, "Effective sample size, E[w]²/E[w²]"),
+    ("chi2", "", MEAN, "1/ess − 1"),
+    ("log_ratio_abs_max", "nats", MAX, "Greatest |log π − log μ| of a token"),
+    ("correction_weight", "", MEAN, "Mean factor of the corrections"),
+    ("correction_rejected", "frac", MEAN, "Tokens whose factor is 0"),
+    ("explained_variance", "", MEAN, "Of a critic, before it learns from the batch"),
+    ("value_loss", "", MEAN, "Mean of ½·(V − return)²"),
+    ("value_mean", "", MEAN, "Mean of V"),
+    ("critic_grad_norm", "", MEAN, "Norm of the critic's gradient"),
+    ("routing_differs", "frac", MEAN, "Pairs of token and layer whose router would now choose other experts"),
+    ("dpo_accuracy", "frac", MEAN, "Pairs whose chosen side gained more"),
+    ("dpo_dropped", "frac", MEAN, "Pairs left out"),
+)
+
+REGISTRY: tuple[Metric, ...] = (*_OUTCOME, *_SHAPE, *_LABELLED, *_FLOW, *_TIME, *_PARTS, *_LEARNING)
+"""Every metric, in the order of the document."""
+
+_PLAIN = {row.name: row for row in REGISTRY if not row.label}
+_PATTERNS = [
+    (re.compile(re.escape(row.name).replace(rf"\{{{row.label}\}}", "([^/]+)")), row) for row in REGISTRY if row.label
+]
+
+
+@lru_cache(maxsize=4096)
+def find(name: str) -> tuple[Metric, str] | None:
+    """The row of a metric, and its label; ``None`` for one of a loss of the user's own.
+
+    >>> row, label = find("env/maths/reward_p90")
+    >>> row.stem, row.label, label
+    ('env_reward_p90', 'env', 'maths')
+    """
+    if name in _PLAIN:
+        return _PLAIN[name], ""
+    for pattern, row in _PATTERNS:
+        if match := pattern.fullmatch(name):
+            return row, match[1]
+    return None
+
+
+def as_label(text: str) -> str:
+    """A text of data or of a model as a label of a metric.
+
+    >>> as_label("GSM8K (train)/easy"), as_label("")
+    ('GSM8K_train_easy', 'none')
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", text[:200]).strip("_")[:40] or "none"
+
+
+def combine(name: str, values: Sequence[float]) -> float:
+    """The values of several steps as one; an unknown metric by its mean. There is at least one.
+
+    >>> combine("trained_tokens", [2.0, 3.0]), combine("reward_mean", [0.0, 1.0]), combine("lr", [2.0, 1.0])
+    (5.0, 0.5, 1.0)
+    """
+    found = find(name)
+    match found[0].how if found else How.MEAN:
+        case How.SUM:
+            return sum(values)
+        case How.MAX:
+            return max(values)
+        case How.LAST:
+            return values[-1]
+        case _:
+            return sum(values) / len(values)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The least of the sorted values that at least ``share`` of them do not exceed; there is at least one.
+
+    >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.9)
+    (2, 4)
+    """
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

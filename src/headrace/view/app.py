@@ -1,0 +1,136 @@
+"""The dashboard's routes.
+
+    /                    the page, whose parts are behind its "#"; its files are under /static
+    /api/runs            which runs there are
+    /api/runs/N/...      one run: overview, metrics, series, timeline, flow, system, episodes
+    /api/compare         all of them side by side
+    /api/changes         server-sent events
+
+Every answer is read-only JSON. Handlers that read files are plain functions: they run in threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from headrace.clock import Clock
+from headrace.errors import DataError, HeadraceError
+from headrace.view import episodes, figures
+from headrace.view.changes import changes
+from headrace.view.credit import Credits
+from headrace.view.door import Door
+from headrace.view.outliers import outliers
+from headrace.view.run import OpenRun
+from headrace.view.timeline import timeline
+
+STATIC = str(files("headrace.view") / "static")
+
+
+def make_app(runs: Sequence[OpenRun], *, clock: Clock, token: str = "", ending: Callable[[], bool]) -> Door:
+    """The whole dashboard of ``runs`` as an ASGI application; ``ending`` says when streams must end."""
+
+    def of_run(answer: Answer) -> Callable[[Request], Response]:
+        def handler(request: Request) -> Response:
+            number = request.path_params["run"]
+            if number >= len(runs):
+                raise HTTPException(404, f"there is no run {number}: {len(runs)} are open")
+            return _json(answer(runs[number], request))
+
+        return handler
+
+    async def stream(request: Request) -> Response:
+        async def events() -> AsyncIterator[bytes]:
+            async for event in changes(runs, ending):
+                yield event
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    def listed(_: Request) -> Response:
+        return _json([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
+
+    def compared(_: Request) -> Response:
+        return _json(figures.compared(runs))
+
+    app = Starlette(
+        routes=[
+            Route("/api/runs", listed),
+            Route("/api/compare", compared),
+            Route("/api/changes", stream),
+            *(Route(f"/api/runs/{{run:int}}/{path}", of_run(answer)) for path, answer in _questions(clock).items()),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/", _page),
+        ],
+        exception_handlers={HeadraceError: _refused, HTTPException: _not_found},
+    )
+    return Door(app, token=token)
+
+
+Answer = Callable[[OpenRun, Request], Any]
+
+
+def _questions(clock: Clock) -> dict[str, Answer]:
+    """What can be asked of one run."""
+    credits = Credits()
+    return {
+        "overview": lambda run, _: figures.overview(run),
+        "metrics": lambda run, _: figures.metrics(run),
+        "series": lambda run, asked: figures.series(run, [name for name in _asked(asked, "names").split(",") if name]),
+        "flow": lambda run, _: figures.flow(run),
+        "system": lambda run, _: figures.system(run),
+        "timeline": lambda run, asked: timeline(run, *(_asked(asked, name) for name in ("from", "to", "bins"))),
+        "outliers/{step:int}": lambda run, asked: outliers(run, clock, asked.path_params["step"]),
+        "episodes": lambda run, asked: episodes.listed(run, dict(asked.query_params)),
+        "search": lambda run, asked: episodes.searched(run, clock, _words(asked), _asked(asked, "before")),
+        "episodes/{key}": lambda run, asked: episodes.shown(run, credits, asked.path_params["key"]),
+        "episodes/{key}/turns/{turn:int}": _window,
+        "episodes/{key}/turns/{turn:int}/{place:int}": lambda run, asked: episodes.token(
+            run, asked.path_params["key"], asked.path_params["turn"], asked.path_params["place"]
+        ),
+    }
+
+
+def _page(_: Request) -> Response:
+    return Response((files("headrace.view") / "static" / "index.html").read_bytes(), media_type="text/html")
+
+
+def _window(run: OpenRun, asked: Request) -> Any:
+    first, count = (_asked(asked, name) or default for name, default in (("from", "0"), ("count", "1024")))
+    if not (first.isdecimal() and count.isdecimal() and len(first + count) < 20):
+        raise DataError("from and count are whole numbers", remedy="ask for from=0&count=1024")
+    path = asked.path_params
+    return episodes.window(run, path["key"], path["turn"], int(first), int(count))
+
+
+def _words(asked: Request) -> str:
+    words = _asked(asked, "words")
+    if not words.strip() or len(words) > 200:
+        raise DataError("there is nothing to search for", remedy="give words of 1 to 200 characters")
+    return words
+
+
+def _asked(request: Request, name: str) -> str:
+    return request.query_params.get(name, "")
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HeadraceError)
+    return _json({"problem": error.problem, "remedy": error.remedy}, 422)
+
+
+def _not_found(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)

@@ -1,0 +1,105 @@
+"""Who may look, and what a page may do.
+
+Without a token the server listens on this machine only, and a request must be addressed to this machine by name: a
+web page that points a name of its own here is turned away. With a token, the address that ``headrace view`` prints
+holds it once; from then on the browser keeps it in a cookie that no script can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.engine.server.auth import is_loopback
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""No script and no style but the server's own files, nothing from elsewhere, not even written by hand into a page."""
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+class Door:
+    """Lets requests through to ``app``, or answers them itself."""
+
+    def __init__(self, app: ASGIApp, *, token: str) -> None:
+        self._app = app
+        self._token = token.encode(errors="surrogateescape")
+        self._key = hashlib.sha256(b"headrace view " + self._token).hexdigest()
+        """What the cookie holds: it opens this view, and tells nobody the token."""
+        self._cookie = f"headrace_view_{self._key[:8]}"
+        """Its name tells servers on different ports apart."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message.setdefault("headers", []))
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._answer(scope)
+        await (self._app if answer is None else answer)(scope, receive, guarded)
+
+    def _answer(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if not self._token:
+            if is_loopback(_without_port(headers.get("host", ""))):
+                return None
+            return _page(403, "Not this way", "Without a token only this machine may look: open 127.0.0.1.")
+        given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
+        if given and scope["path"] == "/":
+            right = _same(given.encode(), self._token)
+            return self._let_in() if right else _ask("That is not the token of this view.")
+        kind, _, bearer = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if kind.lower() == b"bearer" and _same(bearer.strip(), self._token):
+            return None
+        kept = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
+        return None if _same(kept.encode(), self._key.encode()) else _ask("This view needs its token.")
+
+    def _let_in(self) -> Response:
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(self._cookie, self._key, httponly=True, samesite="strict", max_age=7 * 86400)
+        return answer
+
+
+def _same(given: bytes, right: bytes) -> bool:
+    return hmac.compare_digest(given, right)
+
+
+def _ask(words: str) -> Response:
+    form = (
+        '<form action="/" method="get"><p><label>Token <input name="token" type="password" autocomplete="off" '
+        'required></label> <button>Open</button></p></form>'
+    )  # fmt: skip
+    return _page(401, words, "The program printed it with the address.", form)
+
+
+def _page(status: int, title: str, words: str, more: str = "") -> Response:
+    return HTMLResponse(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        f"<title>{title}</title><main><h1>{title}</h1><p>{words}</p>{more}</main></html>",
+        status_code=status,
+    )
+
+
+def _without_port(host: str) -> str:
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]

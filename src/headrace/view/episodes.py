@@ -1,0 +1,260 @@
+"""What the pages of episodes show: the list, one episode with the graph of its turns, its tokens a window at a time.
+
+Shape legend: T tokens of one turn, W tokens of the window that is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.clock import Clock
+from headrace.errors import DataError
+from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeRow, Wanted
+from headrace.types.episode import Episode, EpisodeKey, Turn
+from headrace.types.recorded import Routing
+from headrace.types.tokens import versions_of
+from headrace.types.versions import NOT_SAMPLED
+from headrace.view.credit import Credits
+from headrace.view.run import OpenRun
+
+PAGE = 50
+MOST_PAGE = 500
+MOST_WINDOW = 4096
+MOST_KEPT = 64
+"""Entries of one kept-set that are spelled out."""
+PREVIEW_TOKENS = 160
+SEARCH_S = 0.6
+"""How long one go of a search may read; the next goes on from there."""
+MOST_FOUND = 25
+BLOCK = 64
+
+
+def listed(run: OpenRun, asked: dict[str, str]) -> dict[str, Any]:
+    """One page of the list, and how long the list is."""
+    order = asked.pop("order", "newest")
+    if order not in ORDERS:
+        raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
+    offset, limit = (_number(asked, name, default) for name, default in (("offset", 0), ("limit", PAGE)))
+    wanted = _wanted(asked)
+    browser = run.browser()
+    rows = browser.page(wanted, order=order, offset=offset, limit=min(limit, MOST_PAGE))
+    return {
+        "rows": [_listed(row) for row in rows],
+        "total": run.remembered(f"count {wanted}", lambda: browser.count(wanted)),
+        "running": browser.num_running(),
+        "offset": offset,
+    }
+
+
+def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
+    """Episodes whose text holds ``words``, from the latest backwards, as many as are found in a moment. ``before`` is
+    where the last go stopped."""
+    needle, until_s = words.casefold(), clock.now() + SEARCH_S
+    found: list[dict[str, Any]] = []
+    read = 0
+    for episode in _backwards(run.browser(), _key(before) if before else None):
+        read += 1
+        place = _place_of(run, episode, needle)
+        found += [] if place is None else [place]
+        if len(found) == MOST_FOUND or clock.now() > until_s:
+            return {"found": found, "read": read, "next": str(episode.key)}
+    return {"found": found, "read": read, "next": ""}
+
+
+def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[Episode]:
+    """Every episode before ``at`` (``None``: all), the latest first."""
+    while block := browser.before(at, BLOCK):
+        yield from block
+        at = block[-1].key
+
+
+def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
+    """One episode: what is counted of it, its siblings, and its turns without their tokens."""
+    key = _key(name)
+    episode = run.browser().episode(key)
+    if episode is None:
+        raise DataError(f"there is no episode {key} that has ended", remedy="choose one from the list")
+    siblings = run.browser().page(Wanted(group=key.group), order="oldest", limit=MOST_PAGE)
+    row = next(each for each in siblings if each.place == key.place)
+    advantages, why = credits.of(run, episode, row)
+    differing = routing_differences(episode)
+    turns = [
+        _turn(run, index, turn, advantages, None if differing is None else differing[index])
+        for index, turn in enumerate(episode.turns)
+    ]
+    return {
+        **_listed(row),
+        "turns": turns,
+        "siblings": [_listed(each) for each in siblings],
+        "advantage_why": why,
+        "words_problem": run.words.problem,
+        "agent_rewards": episode.agent_rewards,
+    }
+
+
+def window(run: OpenRun, name: str, turn: int, first: int, count: int) -> dict[str, Any]:
+    """The tokens of one turn from ``first`` on: columns, aligned."""
+    episode, held = _turn_of(run, name, turn)
+    tokens = held.tokens
+    last = min(len(tokens), first + min(count, MOST_WINDOW))
+    shown_W = tokens.ids_T[first:last]
+    columns: dict[str, Any] = {
+        "first": first,
+        "total": len(tokens),
+        "text": run.words.pieces(tokens.ids_T.tolist(), first, last) if last > first else [],
+        "id": shown_W.tolist(),
+        "version": tokens.versions_T[first:last].tolist(),
+        "logprob": [_finite(value) for value in tokens.logprobs_T[first:last].tolist()],
+    }
+    if tokens.kept is not None:
+        columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
+    if tokens.entropies_T is not None:
+        columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
+    differing = routing_differences(episode)
+    again_T = None if differing is None else differing[turn]
+    if again_T is not None:
+        columns["rerouted"] = again_T[first:last].tolist()
+    return columns
+
+
+def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
+    """What else is recorded of one token: its kept-set in words, and its experts layer by layer."""
+    _, held = _turn_of(run, name, turn)
+    tokens = held.tokens
+    if not 0 <= place < len(tokens):
+        raise DataError(f"turn {turn} has no token {place}", remedy=f"it has {len(tokens)}")
+    detail: dict[str, Any] = {"place": place}
+    if tokens.kept is not None and tokens.kept.sizes_T[place]:
+        ids = tokens.kept[place : place + 1].ids_E.tolist()
+        detail["kept"] = [{"id": each, "text": run.words.pieces([each])[0]} for each in ids[:MOST_KEPT]]
+        detail["kept_more"] = max(0, len(ids) - MOST_KEPT)
+    if tokens.routing is not None and tokens.routing.known_T[place]:
+        detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
+    return detail
+
+
+def routing_differences(episode: Episode) -> list[npt.NDArray[np.int64] | None] | None:
+    """Per turn and token, how many of its experts a later turn chose otherwise when it read the token again as
+    context; −1 where only one of the two is recorded. ``None`` where nothing was recorded at all."""
+    found: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
+    for leaf in episode.leaves():
+        path = episode.path(leaf)
+        for place in range(len(path)):
+            for earlier, counts_T in _read_again(episode, path[: place + 1]):
+                found[earlier] = counts_T
+    return found if any(each is not None for each in found) else None
+
+
+def _read_again(episode: Episode, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """The turns before the last one of ``path`` that were read again for it, each with how many experts differ."""
+    again = episode.turns[path[-1]].context_routing
+    before = 0
+    for earlier in path[:-1]:
+        tokens = episode.turns[earlier].tokens
+        span = slice(before, before + len(tokens))
+        before += len(tokens)
+        if again is not None and tokens.routing is not None and before <= len(again):
+            yield earlier, _differing(tokens.routing, again[span])
+
+
+def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
+    counts_T = np.full(len(first), -1, np.int64)
+    both_T = first.known_T & again.known_T
+    places = np.flatnonzero(both_T)
+    if len(places) and first.experts_RLK.shape[1:] == again.experts_RLK.shape[1:]:
+        one, two = (np.sort(each.take(places).experts_RLK, axis=-1) for each in (first, again))
+        counts_T[places] = (one != two).sum(axis=(1, 2))
+    return counts_T
+
+
+def _turn(
+    run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
+) -> dict[str, Any]:
+    tokens = turn.tokens
+    return {
+        "index": index,
+        "author": turn.author,
+        "parent": turn.parent,
+        "tokens": len(tokens),
+        "sampled": int(tokens.sampled_T.sum()),
+        "stop_reason": turn.stop_reason,
+        "failed": turn.failed,
+        "untrained": turn.untrained,
+        "reward": turn.reward,
+        "process": turn.process,
+        "branch": turn.branch,
+        "versions": versions_of([tokens]),
+        "advantage": None if advantages is None else _finite(advantages[index]),
+        "preview": "".join(run.words.pieces(tokens.ids_T[:PREVIEW_TOKENS].tolist())),
+        "kept": _range(tokens.kept.sizes_T[tokens.kept.sizes_T > 0]) if tokens.kept is not None else None,
+        "experts": None if tokens.routing is None else list(tokens.routing.experts_RLK.shape[1:]),
+        "entropy": None if tokens.entropies_T is None else _range(tokens.entropies_T[tokens.sampled_T]),
+        "rerouted": None if differing is None else int((differing > 0).sum()),
+        "logprob": _range(tokens.logprobs_T[tokens.sampled_T & np.isfinite(tokens.logprobs_T)]),
+        "mixed": int((tokens.versions_T < NOT_SAMPLED).sum()),
+    }
+
+
+def _listed(row: EpisodeRow) -> dict[str, Any]:
+    age = None if row.step is None or row.oldest is None else row.step - row.oldest
+    return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
+
+
+def _place_of(run: OpenRun, episode: Episode, needle: str) -> dict[str, Any] | None:
+    for index, turn in enumerate(episode.turns):
+        text = run.words.text(turn.tokens.ids_T.tolist())
+        at = text.casefold().find(needle)
+        if at >= 0:
+            return {
+                "key": str(episode.key),
+                "turn": index,
+                "author": turn.author,
+                "reward": episode.reward,
+                "status": episode.status,
+                "around": text[max(0, at - 60) : at + len(needle) + 60],
+            }
+    return None
+
+
+def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[Episode, Turn]:
+    key = _key(name)
+    episode = run.browser().episode(key)
+    if episode is None or not 0 <= turn < len(episode.turns):
+        raise DataError(f"episode {key} has no turn {turn}", remedy="choose one from the list")
+    return episode, episode.turns[turn]
+
+
+def _wanted(asked: dict[str, str]) -> Wanted:
+    given = {name: value for name, value in asked.items() if value not in ("", "offset")}
+    try:
+        return msgspec.convert(given, Wanted, strict=False)
+    except msgspec.ValidationError as error:
+        names = ", ".join(Wanted.__struct_fields__)
+        raise DataError(f"the filter cannot be used: {error}", remedy=f"known: {names}") from None
+
+
+def _number(asked: dict[str, str], name: str, default: int) -> int:
+    text = asked.pop(name, str(default))
+    if not text.isdecimal() or len(text) > 12:
+        raise DataError(f"{name}={text[:40]!r} is no number", remedy="give a whole number >= 0")
+    return int(text)
+
+
+def _key(name: str) -> EpisodeKey:
+    group, dot, place = name.partition(".")
+    if not (dot and group.isdecimal() and place.isdecimal() and len(name) < 40):
+        raise DataError(f"{name[:60]!r} names no episode", remedy="write GROUP.PLACE, 12.3 for one")
+    return EpisodeKey(int(group), int(place))
+
+
+def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
+    return (float(values.min()), float(values.max())) if len(values) else None
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None

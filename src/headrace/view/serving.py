@@ -1,0 +1,115 @@
+"""The dashboard from its terms to Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+import uvicorn
+
+from headrace.clock import Clock
+from headrace.engine.server.auth import is_loopback
+from headrace.errors import ConfigError
+from headrace.view.app import make_app
+from headrace.view.run import OpenRun
+from headrace.view.terms import ViewTerms
+
+MOST_CONNECTIONS = 256
+END_S = 1
+"""After Ctrl-C, how long open answers may take."""
+
+
+def serve(runs: Sequence[OpenRun], terms: ViewTerms, *, clock: Clock, tell: Callable[[str], None]) -> None:
+    """Show ``runs`` until Ctrl-C or SIGTERM; ``tell`` gets the address to open, with the token where there is one.
+
+    Raises :class:`~headrace.errors.ConfigError` if the address cannot be bound.
+    """
+    token = terms.token or ("" if is_loopback(terms.host) else secrets.token_urlsafe(18))
+    with bind(terms) as listening:
+        server = _Server(runs, clock, token)
+        tell(address(listening, terms.host, token))
+        server.run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, that returns from Ctrl-C and SIGTERM instead of raising them again."""
+
+    def __init__(self, runs: Sequence[OpenRun], clock: Clock, token: str) -> None:
+        app = make_app(runs, clock=clock, token=token, ending=lambda: self.should_exit)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_level="error",
+                server_header=False,
+                limit_concurrency=MOST_CONNECTIONS,
+                timeout_graceful_shutdown=END_S,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+
+def open_browser(url: str, tell: Callable[[str], None]) -> threading.Thread:
+    """Show ``url`` in a browser, in a thread of its own; say so where there is none."""
+
+    def show() -> None:
+        found: webbrowser.BaseBrowser | None = None
+        with suppress(webbrowser.Error):
+            found = webbrowser.get()
+        if found is None or _in_terminal(found):
+            tell("no browser was found: open the address yourself; over ssh: ssh -L PORT:127.0.0.1:PORT HOST")
+            return
+        found.open(url)
+
+    thread = threading.Thread(target=show, name="browser", daemon=True)
+    thread.start()
+    return thread
+
+
+def _in_terminal(found: webbrowser.BaseBrowser) -> bool:
+    """Whether a browser would draw its pages over this terminal: it knows no scripts either."""
+    return isinstance(found, webbrowser.GenericBrowser) and not isinstance(found, webbrowser.BackgroundBrowser)
+
+
+def bind(terms: ViewTerms) -> socket.socket:
+    """A socket at the address of ``terms``. Raises :class:`~headrace.errors.ConfigError` where that is taken."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(terms.host, terms.port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as on_error:
+            made = on_error.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(where)
+            made.listen()  # whoever is told the address may call at once, and waits
+            on_error.pop_all()
+            return made
+    except OSError as error:
+        raise ConfigError(
+            f"--host {terms.host} --port {terms.port}: cannot listen there: {error.strerror or error}",
+            remedy="choose another --port (0 for a free one) or --host, or end what listens there",
+        ) from None
+
+
+def address(listening: socket.socket, host: str, token: str) -> str:
+    """What to open."""
+    port = listening.getsockname()[1]
+    named = host if host not in ("0.0.0.0", "::") else socket.gethostname()
+    base = f"http://[{named}]:{port}/" if ":" in named else f"http://{named}:{port}/"
+    return f"{base}?token={token}" if token else base

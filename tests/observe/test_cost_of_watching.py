@@ -1,0 +1,132 @@
+"""What tracing and metrics cost the demo, and whether its trace tells what the operating system tells."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.control import recording
+from headrace.control.attempts import Attempts
+from headrace.control.loops import learning
+from headrace.control.observer import Observers
+from headrace.control.state import RunState
+from headrace.control.together import Together
+from headrace.observe import Accountant, SystemWatch, load_run
+from headrace.observe.trace import account
+from headrace.recipes.demo import build_demo
+from headrace.session import load_config, train
+from headrace.session.watching import Watching
+
+STEPS = 40
+EPISODES = 256
+"""Of a step of the demo."""
+pytestmark = pytest.mark.slow
+
+
+class Meter:
+    """Processor time of this thread within the functions that it wraps, nested ones counted once, without what the
+    measuring itself takes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sum = 0.0
+        self._calls = 0
+        self._inside = False
+        self._patch = monkeypatch
+        self._own = 0.0
+        idle = SimpleNamespace(nothing=lambda: None)
+        self.wrap(idle, "nothing")
+        for _ in range(20_000):
+            idle.nothing()
+        self._own, self._sum, self._calls = self._sum / self._calls, 0.0, 0
+
+    @property
+    def seconds(self) -> float:
+        return self._sum - self._calls * self._own
+
+    def wrap(self, owner: Any, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return inner(*args, **kwargs)
+            self._inside, start = True, time.thread_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._sum += time.thread_time() - start
+                self._calls += 1
+                self._inside = False
+
+        self._patch.setattr(owner, name, timed)
+
+
+class Clocks:
+    """Processor time of the main threads of engine and learner, their waits for a processor included: how long they
+    would have been at work on a machine of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[float, dict[str, float]]] = []
+        inner = Watching.look
+
+        def look(watching: Watching, controller: Any, components: Any) -> Any:
+            if controller.state.phase == "training":
+                pids = {part.role: part.pid for part in components if part.role in ("engine", "learner")}
+                self.seen.append((time.monotonic(), {role: _at_work_s(pid) for role, pid in pids.items()}))
+            return inner(watching, controller, components)
+
+        monkeypatch.setattr(Watching, "look", look)
+
+
+def _at_work_s(pid: int) -> float:
+    on_processor, waited_for_one, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+    return (int(on_processor) + int(waited_for_one)) / 1e9
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_demo(tmp_path_factory.mktemp("demo"), seed=0).run_file
+
+
+def run(run_file: Path, run_dir: Path) -> None:
+    settings = (f"run.steps={STEPS}", f"run.dir={run_dir}", "observe.view=none", "observe.report=false")
+    one_thread = ("launch.engine_threads=1", "launch.learner_threads=1")  # so that it is the main thread that computes
+    train(load_config(run_file, [*settings, *one_thread, "data.eval_path="]))
+
+
+def test_tracing_and_metrics_cost_less_than_a_hundredth_of_the_demo_and_two_kilobytes_an_episode(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter(monkeypatch)
+    for name in ("step", "event", "span", "spans", "update"):
+        meter.wrap(Observers, name)
+    for owner, name in ((RunState, "span"), (RunState, "episode_ended"), (Attempts, "begin"), (Together, "one")):
+        meter.wrap(owner, name)
+    for owner, name in ((SystemWatch, "read"), (Accountant, "shown")):
+        meter.wrap(owner, name)
+    assert learning.step_record is recording.step_record
+    meter.wrap(learning, "step_record")
+    run(run_file, tmp_path / "run")
+    told = load_run(tmp_path / "run")
+    wall_s = told.loop[1] - told.loop[0]
+    share = meter.seconds / wall_s
+    files = ("metrics.jsonl", "trace.jsonl", "events.jsonl", "live.json")
+    size = sum((tmp_path / "run" / name).stat().st_size for name in files) / (STEPS * EPISODES)
+    print(f"watching takes {share:.2%} of {wall_s:.1f} s, and {size:.0f} bytes an episode")
+    assert share < 0.01
+    assert size < 2048
+
+
+def test_busy_and_idle_of_the_trace_agree_with_the_operating_system_within_three_points(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks(monkeypatch)
+    run(run_file, tmp_path / "run")
+    (start_s, before), (end_s, after) = clocks.seen[1], clocks.seen[-2]
+    told = account(load_run(tmp_path / "run").spans, (start_s, end_s))
+    traced = {"engine": told.engine_busy_s / told.seconds, "learner": told.learner_busy_s / told.seconds}
+    measured = {part: (after[part] - before[part]) / (end_s - start_s) for part in traced}
+    print(f"busy by the trace: {traced}; by the operating system: {measured}")
+    assert traced == pytest.approx(measured, abs=0.03)

@@ -1,0 +1,234 @@
+"""``headrace check env`` finds what is wrong, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.errors import ConfigError
+from headrace.session.checking import EnvReport, Level, check_env
+
+CODE = """
+    import asyncio, itertools, os, random, socket, threading, time
+
+    import headrace
+
+    def multiply(a: int, b: int) -> int:
+        '''Multiply two whole numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        '''
+        return a * b
+
+    def bare(a, b: int = 2):
+        return a
+
+    class Sound(headrace.Env):
+        tools = [multiply]
+
+        async def reset(self, task):
+            self.answer = str(task["answer"])
+            return f"{random.Random(self.seed).random()} {task['question']}"
+
+        def step(self, message):
+            return headrace.StepResult(reward=float(message.content.strip() == self.answer), done=True)
+
+    class Constant(Sound):
+        def step(self, message):
+            return headrace.StepResult(reward=0.5, done=True)
+
+    class Endless(Sound):
+        def step(self, message):
+            return headrace.StepResult(reward=0.0, messages="go on")
+
+    drawn = itertools.count()
+
+    class Forgetful(Sound):
+        def reset(self, task):
+            self.answer = "7"
+            return f"question {next(drawn)}"
+
+    class Sleepy(Sound):
+        async def step(self, message):
+            time.sleep(0.4)
+            return headrace.StepResult(reward=float(len(message.content) > 5), done=True)
+
+    class Deaf(Sound):
+        async def step(self, message):
+            threading.Event().wait()
+
+    class Locked(Sound):
+        def __init__(self):
+            self.lock = threading.Lock()
+            self.socket = socket.socket()
+
+        def close(self):
+            self.socket.close()
+
+    class Bare(Sound):
+        tools = [bare]
+
+    class Raising(Sound):
+        def step(self, message):
+            if not message.content:
+                return 1 / 0
+            return super().step(message)
+
+    class Typed(Sound):
+        def step(self, message):
+            return message.content
+
+    class Dying(Sound):
+        def step(self, message):
+            os._exit(3)
+
+    class Silent(Sound):
+        def step(self, message):
+            return headrace.StepResult(done=True)
+
+    async def rollout(task, policy):
+        first = await policy.chat("hello")
+        second = await policy.chat([{"role": "user", "content": "hello"}, first.message])
+        return float(first.message.content == str(task["answer"])) + len(second.message.content) / 10_000
+
+    async def counts(task, policy):
+        await policy.chat("hello")
+        return float(next(drawn))
+
+    def reward(completion, answer):
+        return float(completion.strip() == str(answer))
+
+    async def late(completion, answer):
+        return None if completion else float("nan")
+
+    NUMBER = 3
+"""
+SLOW = pytest.mark.slow
+ROWS = [{"question": "3*4", "answer": 12}, {"question": "5*5", "answer": 25}]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("check") / "my_env.py"
+    path.write_text(textwrap.dedent(CODE))
+    return path
+
+
+def checked(file: Path, name: str, **how: Any) -> tuple[EnvReport, dict[str, str]]:
+    """The report on ``name``, and what was found wrong by clause."""
+    report = check_env(f"{file}:{name}", rows=ROWS, **how)
+    return report, {each.clause: each.detail for each in report.findings if each.level is not Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Sound", "env"), pytest.param("rollout", "rollout", marks=SLOW), ("reward", "reward")]
+)
+def test_what_is_sound_is_found_sound_with_timings(file: Path, name: str, kind: str) -> None:
+    report, wrong = checked(file, name)
+    assert report.ok
+    assert (report.kind, wrong) == (kind, {})
+    assert report.episodes > 10
+    assert report.timings is not None
+    assert 0 < report.timings.episode_s <= report.timings.slowest_episode_s
+    assert "sound" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "clause", "words", "ok"),
+    [
+        pytest.param("Constant", "rewards differ", "every episode earned 0.5", True, marks=SLOW),
+        pytest.param(
+            "Endless", "it ends whatever the model says", "more than 64 answers; say done=True", False, marks=SLOW
+        ),
+        ("Forgetful", "the same seed gives the same episode", "random.Random(self.seed)", False),
+        ("Sleepy", "async code does not block", "time.sleep() in async def step: await what waits", False),
+        pytest.param("Locked", "its state can be copied", "self.lock, a lock", True, marks=SLOW),
+        pytest.param(
+            "Bare",
+            "tools are described",
+            "tool 'bare' has no docstring; argument 'a' of tool 'bare' has no type",
+            True,
+            marks=SLOW,
+        ),
+        ("Raising", "its episodes end without an error", "ZeroDivisionError: division by zero at my_env.py:", False),
+        pytest.param("Typed", "its episodes end without an error", "step returned a str", False, marks=SLOW),
+        pytest.param("Dying", "its episodes end without an error", "env_crashed: ", False, marks=SLOW),
+        pytest.param("Silent", "rewards are numbers", "it never says what an episode earned", True, marks=SLOW),
+        pytest.param("late", "rewards are numbers", "nan", False, marks=SLOW),
+        pytest.param("counts", "the same seed gives the same episode", "and then", False, marks=SLOW),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(file: Path, name: str, clause: str, words: str, ok: bool) -> None:
+    report, wrong = checked(file, name)
+    assert words in wrong[clause], wrong
+    assert report.ok is ok
+    assert set(wrong) <= {clause, "rewards differ", "async code does not block"} | (
+        {"rewards are numbers"} if name == "late" else set()
+    )
+
+
+def test_code_that_blocks_for_ever_or_takes_too_long_ends_the_check_at_once(file: Path) -> None:
+    report, wrong = checked(file, "Deaf")
+    assert "kept the loop of its worker from turning" in wrong["async code does not block"]
+    assert report.episodes < 5
+
+
+def test_what_cannot_be_loaded_is_the_only_finding(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n\nclass MyEnv: ...\n")
+    report = check_env(f"{tmp_path / 'broken.py'}:MyEnv")
+    (finding,) = report.findings
+    assert (finding.clause, finding.level) == ("it can be loaded", Level.FAIL)
+    assert "nothing_of_that_name" in finding.detail
+    assert report.episodes == 1
+
+
+@pytest.mark.parametrize("name", ["NUMBER", "Nobody"])
+def test_what_is_nothing_to_run_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        check_env(f"{file}:{name}")
+
+
+PROGRAM = """
+    import json, os, urllib.request
+
+    task = json.load(open(os.environ["HEADRACE_TASK"]))
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        data=json.dumps({"messages": [{"role": "user", "content": task["question"]}]}).encode(),
+        headers={"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    print(json.dumps({"reward": float(said == str(task["answer"]))}))
+"""
+
+
+@SLOW
+def test_a_program_is_checked_by_its_command(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(textwrap.dedent(PROGRAM))
+    report = check_env(shlex.join([sys.executable, str(tmp_path / "agent.py")]), rows=ROWS[:1])
+    assert report.ok, str(report)
+    assert report.kind == "program"
+    assert {each.clause for each in report.findings if each.level is not Level.OK} == set()
+
+
+def test_the_program_tells_findings_as_json_and_by_its_exit_status(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    arguments = ["--data", str(tmp_path / "rows.jsonl"), "--rows", "1"]
+    done = CliRunner().invoke(app, ["check", "env", f"{file}:Raising", *arguments, "--json"])
+    assert done.exit_code == 1, done.output
+    told = json.loads(done.stdout)
+    assert told["ok"] is False
+    assert {"fail"} == {each["level"] for each in told["findings"] if "ZeroDivisionError" in each["detail"]}
+    good = CliRunner().invoke(app, ["check", "env", f"{file}:Sound", *arguments])
+    assert good.exit_code == 0, good.output
+    assert "rewards differ: from 0 to 1" in good.stdout

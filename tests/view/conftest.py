@@ -1,0 +1,27 @@
+"""A run directory with everything a page can show, and one asked over HTTP without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from headrace.clock import RealClock
+from headrace.view import OpenRun
+from headrace.view.app import make_app
+from tests.view.synthetic import branching_episode, write_run
+
+
+@pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("view") / "additions", extra=[branching_episode(0, 0)])
+
+
+@pytest.fixture
+def client(run_dir: Path) -> Iterator[TestClient]:
+    run = OpenRun(run_dir, RealClock())
+    with TestClient(make_app([run], clock=RealClock(), ending=lambda: True), base_url="http://127.0.0.1") as asked:
+        yield asked
+    run.close()
