@@ -1,4 +1,4 @@
-"""Games of gem and of textarena, played to their ends."""
+"""Games of textarena, played to their ends."""
 
 from __future__ import annotations
 
@@ -18,17 +18,6 @@ def halving(read: str, form: str, top: int = 20) -> str:
     for said, hint in re.findall(form, read, flags=re.DOTALL):
         low, high = (int(said) + 1, high) if hint == "higher" else (low, int(said) - 1)
     return str((low + high) // 2)
-
-
-def test_a_game_of_gem_is_won_by_who_heeds_its_hints() -> None:
-    hint = r"guessed (\d+), and the target number is (higher|lower)"
-    won = attempts(
-        "gem/game:GuessTheNumber-v0", [{"number": n} for n in range(6)],
-        lambda read: f"\\boxed{{{halving(read, hint)}}}", min_number=1, max_number=20, max_turns=8,
-    )  # fmt: skip
-    assert [attempt.ended.reward for attempt in won] == [1.0] * 6
-    assert max(len(attempt.read) for attempt in won) > 2
-    assert all("Enter your first guess" in attempt.read[0] for attempt in won)
 
 
 def test_a_game_of_textarena_is_won_by_who_heeds_its_hints() -> None:
@@ -65,8 +54,9 @@ def test_a_budget_that_is_spent_ends_the_game_with_nothing() -> None:
     assert len(game.read) == 2
 
 
-@pytest.mark.parametrize("entry", ["gem/game:GuessTheNumber-v0", "textarena/GuessTheNumber-v0"])
-def test_a_row_is_the_same_game_whoever_plays_beside_it(entry: str) -> None:
+def test_a_row_is_the_same_game_whoever_plays_beside_it() -> None:
+    entry = "textarena/GuessTheNumber-v0"
+
     def lives(rows: list[int]) -> dict[int, list[str]]:
         random.random()
         played = attempts(entry, [{"number": n} for n in rows], lambda _: "\\boxed{3} [3]")
@@ -77,8 +67,6 @@ def test_a_row_is_the_same_game_whoever_plays_beside_it(entry: str) -> None:
 
 
 def test_what_a_library_of_games_does_not_know_is_told_at_once() -> None:
-    with pytest.raises(EnvError, match="game:Chess-v9"):
-        attempts("gem/game:Chess-v9", [], str)
     with pytest.raises(EnvError, match="Chess-v9"):
         attempts("textarena/Chess-v9", [], str)
     with pytest.raises(EnvError, match="textarena/GuessTheNumber-v0"):

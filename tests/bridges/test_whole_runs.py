@@ -55,7 +55,6 @@ def test_each_task_of_reasoning_gym_runs_by_itself(model_dir: Path, task: str) -
 @pytest.mark.parametrize(
     ("entry", "options"),
     [
-        ("gem/game:GuessTheNumber-v0", {"max_turns": 3}),
         ("textarena/GuessTheNumber-v0", {"max_turns": 3}),
         ("textarena/TicTacToe-v0", {"players": 2}),
     ],

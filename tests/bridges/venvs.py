@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 HEADRACE = "from headrace.cli import main; main()"
+HERE = Path(__file__).parent
+"""Where these tests are."""
 
 
 def python_with(*needs: str, no_deps: tuple[str, ...] = ()) -> Path:
@@ -40,6 +42,12 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:
         pytest.fail(f"{' '.join(command)}: {done.stderr[-2000:]}")
+
+
+def run_tests(python: Path, *tests: Path) -> subprocess.CompletedProcess[str]:
+    """These tests under that Python, the fast ones."""
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, tests)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=HERE.parents[1])
 
 
 def run_with(python: Path, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -104,7 +104,15 @@ def test_a_program_whose_episode_is_cut_off_ends_at_once(tmp_path: Path) -> None
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends orphans")
 def test_a_program_ends_with_the_worker_that_was_killed(tmp_path: Path) -> None:
-    program = f'import os, time; open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid())); time.sleep(600)'
+    program = f"""
+import fcntl, os, time
+names = [name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{{name}}")]
+lifelines = [int(name) for name in names if int(name) > 2]
+while not any(fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ASYNC for number in lifelines):
+    time.sleep(0.001)  # its worker has just started it
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+time.sleep(600)
+"""
     worker = f"""
 import asyncio
 from headrace.env.program import Program

@@ -146,8 +146,9 @@ def _labelled(of: str, told: Mapping[str, _Told]) -> dict[str, float]:
 def group_metrics(groups: Sequence[ScoredGroup], episodes: Sequence[Episode]) -> dict[str, float]:
     """Groups without anything to prefer in them, and how much episodes repeat themselves."""
     metrics: dict[str, float] = {}
-    if groups:
-        equal = [all(len(set(rewards)) <= 1 for rewards in compared(group.counted)) for group in groups]
+    rewards = [compared(group.counted) for group in groups if len(group.episodes) > 1]
+    if rewards:
+        equal = [all(len(set(of_role)) <= 1 for of_role in of_group) for of_group in rewards]
         metrics["zero_variance_frac"] = sum(equal) / len(equal)
     read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
     shares = [share for episode in read if (share := _repeats(episode)) is not None]

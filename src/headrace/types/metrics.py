@@ -65,7 +65,12 @@ _OUTCOME = _rows(
     ("reward/{component}", "", MEAN, "Mean of one component of the reward, not weighted"),
     ("eval_accuracy", "", LAST, "Mean reward on held-out tasks, where a measurement ended since the last step"),
     ("eval_version", "version", LAST, "The version that was committed when that measurement began"),
-    ("zero_variance_frac", "frac", MEAN, "Groups of the batch whose rewards are all equal: nothing to prefer in them"),
+    (
+        "zero_variance_frac",
+        "frac",
+        MEAN,
+        "Groups of several episodes with equal rewards: nothing to prefer in them",
+    ),
     ("truncated_frac", "frac", MEAN, "Episodes of the batch with a turn that ran into engine.max_new_tokens"),
     ("repetition", "frac", MEAN, "Of up to 8 episodes of the batch: 4-grams of tokens that stood in them before"),
 )
@@ -156,7 +161,6 @@ _LEARNING = _rows(
     ("kl_ref", "nats", MEAN, "KL(π‖π_ref) by the penalty's estimator; by k3 where there is no penalty"),
     ("kl_teacher", "nats", MEAN, "Mean of log μ − log ν: KL(μ‖ν)"),
     ("teacher_version", "version", LAST, "Newest version in the weights of a teacher that is this model's own past"),
-    ("teacher_version", "version", LAST, "Which weights the teacher has, where it is refreshed"),
     ("kl_mu_k1", "nats", MEAN, "KL(μ‖π): mean of −log w, w = π/μ"),
     ("kl_mu_k3", "nats", MEAN, "KL(μ‖π): mean of w − 1 − log w"),
     ("mismatch_k1", "nats", MEAN, "The same before the step, over tokens of age 0: engine against learner"),
