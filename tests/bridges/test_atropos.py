@@ -17,7 +17,7 @@ from headrace.errors import DataError, RunError
 from headrace.policy import Sample, Tokens
 from tests.bridges.test_own_environments import free_port
 from tests.bridges.test_own_environments import serving as program
-from tests.bridges.venvs import python_with
+from tests.venvs import python_with
 
 
 def sampled(*ids: int, version: int = 3) -> Tokens:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from headrace.errors import EnvError
 from tests.bridges.scripted import attempts
 from tests.bridges.test_games import halving
-from tests.bridges.venvs import HERE, python_with, run_tests
+from tests.venvs import python_with, run_tests
 
 INSTALLED = find_spec("gem") is not None
 with_gem = pytest.mark.skipif(not INSTALLED, reason="gem-llm is not installed (extra: gem)")
@@ -20,7 +21,7 @@ with_gem = pytest.mark.skipif(not INSTALLED, reason="gem-llm is not installed (e
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(INSTALLED, reason="the tests below have run")
 def test_games_of_gem_are_played_where_it_is_installed() -> None:
-    done = run_tests(python_with("gem-llm==0.0.4"), HERE / "test_gem.py")
+    done = run_tests(python_with("gem-llm==0.0.4"), Path(__file__))
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 

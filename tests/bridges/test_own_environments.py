@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.bridges.venvs import python_with, run_with
 from tests.session.runs import make_run
+from tests.venvs import python_with, run_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

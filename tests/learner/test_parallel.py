@@ -19,6 +19,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_cases import BUNDLES, LAYOUTS
+from tests.venvs import python_with
 
 Found = dict[str, Any]
 
@@ -221,5 +222,41 @@ def test_torchrun_starts_the_ranks(place: Path, alone: Found) -> None:
     command += ["tests.learner.rank_main", str(place), "words", "fsdp2"]
     (place / "found-0.json").unlink(missing_ok=True)
     subprocess.run(command, cwd=ROOT, env=child_environment("", 1), check=True, timeout=DEADLINE_S, capture_output=True)
+    found = json.loads((place / "found-0.json").read_text())
+    assert_exact(answer(found, "fsdp2"), alone["dense"])
+
+
+RAY = """
+import os, socket, sys
+import ray
+
+place, names = sys.argv[1], sys.argv[2:]
+
+@ray.remote(num_cpus=1)
+class Rank:
+    def run(self, environment):
+        os.environ.update(environment)
+        from pathlib import Path
+        from tests.learner.rank_main import main
+        main(Path(place), names)
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+ranks = [Rank.remote() for _ in range(2)]
+ray.get([rank.run.remote({**told, "RANK": str(n), "LOCAL_RANK": str(n)}) for n, rank in enumerate(ranks)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_actors_of_ray_are_ranks(place: Path, alone: Found) -> None:
+    """They are told their place as torchrun tells it, and run the same code."""
+    (place / "found-0.json").unlink(missing_ok=True)
+    command = [str(python_with("ray>=2.49")), "-c", RAY, str(place), "words", "fsdp2"]
+    environment = {**child_environment("", 1), "PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=DEADLINE_S, capture_output=True)
     found = json.loads((place / "found-0.json").read_text())
     assert_exact(answer(found, "fsdp2"), alone["dense"])

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 HEADRACE = "from headrace.cli import main; main()"
-HERE = Path(__file__).parent
-"""Where these tests are."""
+ROOT = Path(__file__).parents[1]
 
 
 def python_with(*needs: str, no_deps: tuple[str, ...] = ()) -> Path:
@@ -47,7 +46,7 @@ def _run(*command: str) -> None:
 def run_tests(python: Path, *tests: Path) -> subprocess.CompletedProcess[str]:
     """These tests under that Python, the fast ones."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *map(str, tests)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=HERE.parents[1])
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT)
 
 
 def run_with(python: Path, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
