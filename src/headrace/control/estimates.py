@@ -75,4 +75,5 @@ def share_of(tasks: Sequence[float]) -> Estimate:
         count = value * (1 - value) / spread
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * math.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
-    return Estimate(value=value, low=max(0.0, middle - half), high=min(1.0, middle + half))
+    low = 0.0 if value == 0 else max(0.0, middle - half)  # which it is there, but for rounding
+    return Estimate(value=value, low=low, high=1.0 if value == 1 else min(1.0, middle + half))
