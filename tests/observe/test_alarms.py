@@ -70,6 +70,14 @@ def test_what_is_wrong_for_three_steps_raises_its_alarm_once(
     assert heard.names == [name, name]
 
 
+def test_a_task_that_is_nearly_solved_has_equal_rewards_and_nothing_is_wrong(tmp_path: Path) -> None:
+    rewards = {"reward_mean": 0.96, "reward_min": 0.0, "reward_max": 1.0}
+    heard = Heard(tmp_path).steps(9, metrics={"zero_variance_frac": 0.95, "reward_p10": 1.0}, **rewards)
+    assert heard.names == []
+    heard.steps(9, metrics={"zero_variance_frac": 0.95, "reward_p10": 0.0}, **{**rewards, "reward_mean": 0.04})
+    assert heard.names == ["zero_variance"]
+
+
 def moment(wall_s: float, steps_done: int, phase: str = "training") -> LiveState:
     wait = Wait(loop="learner", state="waiting", what="a batch", since_s=9.0, unblocked_by="scoring")
     return LiveState(steps_done=steps_done, steps_total=100, wall_s=wall_s, phase=phase, waits=(wait,))

@@ -35,7 +35,11 @@ def _entropy(config: AlarmsConfig) -> Alarm:
 def _zero_variance(config: AlarmsConfig) -> Alarm:
     def wrong(numbers: Numbers) -> str:
         share = numbers.get("zero_variance_frac", 0.0)
-        return f"in {share:.0%} of the groups all rewards are equal" if share >= config.zero_variance_frac else ""
+        least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
+        nearly_solved = tenth == most != least  # what is left to learn is in the few others
+        if share < config.zero_variance_frac or nearly_solved:
+            return ""
+        return f"in {share:.0%} of the groups all rewards are equal"
 
     return Lasting(wrong, patience=config.patience)
 
