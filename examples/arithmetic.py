@@ -7,6 +7,7 @@ The task is basic_arithmetic: "Calculate 10 - 7.". The model is shown the answer
 reads every minus as a plus; what the library scores then teaches it to look.
 """
 
+import re
 import shutil
 import sys
 import tempfile
@@ -32,7 +33,7 @@ CARELESS_FRAC = 0.6
 
 def careless(entry):
     """What the teacher writes then."""
-    return str(eval(entry["metadata"]["expression"].replace("-", "+")))  # noqa: S307 - the library made it
+    return str(sum(int(number) for number in re.findall(r"\d+", entry["metadata"]["expression"])))
 
 
 def main(directory, steps):
