@@ -121,3 +121,9 @@ def test_more_entries_than_the_vocabulary_has_are_all_of_it(model_dir, teacher_d
         pi, nu = (reference.log_softmax(one, batch, part, TEMPERATURE)[rows].detach() for one in (student, teacher))
         total += float((nu.exp() * (nu - pi)).sum())
     assert learner.forward_backward(batch).metrics["loss"] == pytest.approx(total / batch.mask_N.sum(), rel=1e-4)
+
+
+def test_the_version_of_a_teacher_that_is_the_models_own_past_is_told(model_dir):
+    learner = distiller(model_dir, {"kind": "refreshed", "every": 2}, "reverse").learner()
+    batches = [msgspec.structs.replace(random_batch(0), step=step) for step in range(5)]
+    assert [learner.train(batch).metrics["teacher_version"] for batch in batches] == [0, 0, 2, 2, 4]
