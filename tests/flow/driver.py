@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from headrace.flow import Admission, Flow, FlowConfig, TakenBatch
 from headrace.flow.policies.deadlines import age_needed
 from headrace.flow.state import FlowState
@@ -129,7 +131,10 @@ class Driver:
 
     def report(self, taken: TakenBatch) -> StepReport:
         """What the learner says of a step."""
-        return StepReport(step=taken.step, metrics={}, trained_tokens=1, dropped_tokens={}, seconds=0.0)
+        nothing = np.zeros(0, np.float32)
+        return StepReport(
+            step=taken.step, metrics={}, trained_tokens=1, dropped_tokens={}, log_pi_N=nothing, seconds=0.0
+        )
 
     def _close(self, number: int) -> None:
         episodes = self.running.pop(number).episodes

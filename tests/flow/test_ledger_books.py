@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.flow import FlowConfig, TakenBatch
@@ -85,6 +86,7 @@ class BookDriver(Driver):
             metrics={},
             trained_tokens=tokens - self.unusable[step],
             dropped_tokens={"not_finite": self.unusable[step]} if self.unusable[step] else {},
+            log_pi_N=np.zeros(0, np.float32),
             seconds=0.0,
         )
 

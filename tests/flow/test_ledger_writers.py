@@ -68,9 +68,9 @@ def test_loop_goes_on_while_the_disk_is_slow() -> None:
     class SlowLedger:
         applied = 0
 
-        def apply(self, operation: Operation) -> None:
+        def apply(self, *operations: Operation) -> None:
             assert disk.wait(30)
-            self.applied += 1
+            self.applied += len(operations)
 
     async def main() -> int:
         ledger = SlowLedger()
@@ -120,7 +120,7 @@ def test_full_disk_reaches_the_loop_at_its_next_flush_and_write(tmp_path: Path) 
 
 def test_failure_that_nobody_expected_does_not_leave_a_flush_waiting() -> None:
     class Broken:
-        def apply(self, operation: Operation) -> None:
+        def apply(self, *operations: Operation) -> None:
             raise OverflowError("an integer too large for the database")
 
     async def main() -> None:
@@ -218,3 +218,23 @@ def test_move_of_a_flow_reaches_the_ledger_through_a_thread(tmp_path: Path) -> N
         return dropped
 
     assert asyncio.run(main()) == 2
+
+
+def test_operations_that_nobody_waits_for_are_recorded_together_and_in_order() -> None:
+    calls: list[tuple[str, ...]] = []
+
+    class Counting:
+        def apply(self, *operations: Operation) -> None:
+            calls.append(tuple(operation.detail for operation in operations))
+
+    async def main() -> None:
+        writer = ThreadedWriter(Counting())
+        for number in range(600):
+            writer.write(Note(kind="n", detail=str(number), at_s=0.0))
+        await writer.flush()
+        writer.close()
+
+    asyncio.run(main())
+    assert [detail for call in calls for detail in call] == [str(number) for number in range(600)]
+    assert max(map(len, calls)) == 256
+    assert len(calls) < 100

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
@@ -97,6 +98,7 @@ class BookedDriver(Driver):
             metrics={},
             trained_tokens=len(versions) - masked,
             dropped_tokens={STALE: masked} if masked else {},
+            log_pi_N=np.zeros(0, np.float32),
             seconds=0.0,
         )
 

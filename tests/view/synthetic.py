@@ -14,10 +14,12 @@ from headrace.clock import RealClock
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Submit
 from headrace.observe import JsonlWriter
+from headrace.types.batch import Batch
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.group import GroupState
 from headrace.types.observation import StepRecord
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.scored import Learned, paths
 from headrace.types.tokens import Tokens
 from headrace.types.trace import Span
 from tests.observe.synthetic import step_record, step_spans
@@ -171,9 +173,20 @@ def train(ledger: SqliteLedger, numbers: tuple[int, ...], step: int, episodes: S
     ledger.apply(Move(numbers=numbers, state=GroupState.TAKEN, at_s=at_s, step=step))
     tokens = sum(episode.num_sampled for episode in episodes)
     ledger.apply(
-        EndStep(step=step, numbers=numbers, trained_tokens=tokens, dropped_tokens={}, ages={1: tokens}, at_s=at_s)
-    )
+        EndStep(
+            step=step, numbers=numbers, trained_tokens=tokens, dropped_tokens={}, ages={1: tokens}, at_s=at_s,
+            learned=None if step == 6 else learned(step, episodes),
+        )
+    )  # fmt: skip
     ledger.apply(CommitVersion(version=step + 1, numbers=numbers, checksum=f"{step:x}", at_s=at_s))
+
+
+def learned(step: int, episodes: Sequence[Episode]) -> Learned:
+    """The learner finds every fifth token less likely than the engine did, and its neighbour likelier."""
+    trained = [episode for episode in episodes if episode.status is EpisodeStatus.SCORED]
+    batch = Batch.collate(step, [sample for episode in trained for sample in paths(episode, 0.0)])
+    gaps_N = np.array([-0.2, 0.1, 0.0, 0.0, 0.0], np.float32)[batch.ids_N % 5]
+    return Learned.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N)
 
 
 def fail(ledger: SqliteLedger, number: int) -> None:

@@ -145,12 +145,30 @@ def test_flow_balances_the_books(client: TestClient) -> None:
     assert len(told["by_step"]) == 6
 
 
-def test_outliers_are_the_least_expected_tokens_of_a_step(client: TestClient) -> None:
+def test_outliers_are_the_tokens_about_which_engine_and_learner_differ_most(client: TestClient) -> None:
+    found = ask(client, "outliers/5")
+    assert found["by"] == "gap"
+    gaps = [abs(each["gap"]) for each in found["tokens"]]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] == pytest.approx(0.2)
+    assert found["looked"] == found["episodes"]
+
+
+def test_outliers_of_a_step_without_the_learners_side_are_its_least_expected_tokens(client: TestClient) -> None:
     found = ask(client, "outliers/6")
+    assert found["by"] == "logprob"
     logprobs = [each["logprob"] for each in found["tokens"]]
     assert logprobs == sorted(logprobs)
     assert len(logprobs) == 20
-    assert found["looked"] == found["episodes"] == 4
+    assert all(each["gap"] is None for each in found["tokens"])
+
+
+def test_a_token_tells_how_far_engine_and_learner_are_apart(client: TestClient) -> None:
+    found = ask(client, "outliers/5")["tokens"][0]
+    shown = ask(client, f"episodes/{found['key']}")["turns"][found["turn"]]
+    window = ask(client, f"episodes/{found['key']}/turns/{found['turn']}?from={found['place']}&count=1")
+    assert window["gap"] == [pytest.approx(found["gap"])]
+    assert shown["gap"] == pytest.approx(abs(found["gap"]))
 
 
 def test_compared_runs_show_only_the_settings_that_differ(tmp_path: Path) -> None:

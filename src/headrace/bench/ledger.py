@@ -79,7 +79,7 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
 class _Forgetful(SqliteLedger):
     """What a run costs whose ledger records nothing."""
 
-    def apply(self, operation: Operation) -> None:
+    def apply(self, *operations: Operation) -> None:
         return
 
 

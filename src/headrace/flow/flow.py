@@ -27,7 +27,7 @@ from headrace.flow.state import FlowState, GroupEntry
 from headrace.types.episode import Episode, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
-from headrace.types.scored import ScoredGroup
+from headrace.types.scored import Learned, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,9 @@ class Flow:
         for number, reason in leave.items():
             self.drop(number, reason)
 
-    def trained(self, groups: Sequence[ScoredGroup], report: StepReport, ages: dict[int, int]) -> None:
+    def trained(
+        self, groups: Sequence[ScoredGroup], report: StepReport, ages: dict[int, int], learned: Learned | None = None
+    ) -> None:
         """The optimizer has stepped on them."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
@@ -185,6 +187,7 @@ class Flow:
                 dropped_tokens=report.dropped_tokens,
                 ages=ages,
                 at_s=self._clock.wall(),
+                learned=learned,
             )
         )
         for number in numbers:

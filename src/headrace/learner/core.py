@@ -16,7 +16,7 @@ Shape legend: N tokens of the batch.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +73,8 @@ class Gradient:
     """Tokens that carried loss."""
     dropped_tokens: dict[str, int]
     """Tokens of the mask that could carry none, by reason."""
+    log_pi_N: FloatColumn
+    """log π under the weights that the gradient is of; NaN for tokens that carried no loss."""
     seconds: float
 
 
@@ -95,7 +97,7 @@ class _Parts:
     mass: float = 0.0
     """The reduction's denominator."""
     loss_tokens: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
 
@@ -175,6 +177,7 @@ class LearnerCore:
             metrics={**gradient.metrics, "grad_norm": update.grad_norm, "lr": update.lr, **seconds},
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
+            log_pi_N=gradient.log_pi_N,
             seconds=gradient.seconds + update.seconds,
         )
 
@@ -200,6 +203,7 @@ class LearnerCore:
             metrics=tally.metrics(),
             trained_tokens=tally.trained_tokens,
             dropped_tokens=dropped,
+            log_pi_N=tally.log_pi_N(),
             seconds=self._ended("forward_backward", start_s),
         )
 
@@ -227,12 +231,11 @@ class LearnerCore:
         self._backward(self.accompany(work), parts.tally)
         parts.mass += float(mass)
         parts.loss_tokens += part.num_loss_tokens
-        for reason, count in dropped.items():
-            parts.dropped[reason] = parts.dropped.get(reason, 0) + count
+        parts.dropped.update(dropped)
         parts.seconds += self._ended("forward_backward", start_s)
 
     def finish(self) -> Gradient:
-        """The last part has been added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
+        """The last part was added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
         parts, self._parts = self._parts or _Parts(), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
@@ -244,7 +247,8 @@ class LearnerCore:
         return Gradient(
             metrics=parts.tally.metrics(scale),
             trained_tokens=parts.tally.trained_tokens,
-            dropped_tokens=parts.dropped,
+            dropped_tokens=dict(parts.dropped),
+            log_pi_N=parts.tally.log_pi_N(),
             seconds=parts.seconds,
         )
 

@@ -6,24 +6,25 @@ Shape legend: L tokens that carried loss, over the whole batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types.tokens import FloatColumn
+from headrace.types.tokens import FloatColumn, IntColumn
 
 Ages = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenStats:
+class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
     """Columns over the tokens that carried loss."""
 
     log_pi_L: FloatColumn
     log_mu_L: FloatColumn
     ages_L: Ages
     """Version of the learner − version of the token."""
+    places_L: IntColumn
+    """Where each lies among the tokens of the batch."""
 
     @classmethod
     def concat(cls, parts: Sequence[TokenStats]) -> TokenStats:
@@ -32,12 +33,20 @@ class TokenStats:
             log_pi_L=np.concatenate([part.log_pi_L for part in parts]),
             log_mu_L=np.concatenate([part.log_mu_L for part in parts]),
             ages_L=np.concatenate([part.ages_L for part in parts]),
+            places_L=np.concatenate([part.places_L for part in parts]),
         )
 
     @classmethod
     def none(cls) -> TokenStats:
         """Of no token."""
-        return cls(log_pi_L=np.zeros(0, np.float32), log_mu_L=np.zeros(0, np.float32), ages_L=np.zeros(0, np.int64))
+        nothing = np.zeros(0, np.float32)
+        return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
+
+    def log_pi_of(self, num_tokens: int) -> FloatColumn:
+        """log π for each of the batch's ``num_tokens``; NaN for those that carried no loss."""
+        log_pi_N = np.full(num_tokens, np.nan, np.float32)
+        log_pi_N[self.places_L] = self.log_pi_L
+        return log_pi_N
 
 
 def step_metrics(stats: TokenStats) -> dict[str, float]:
@@ -48,7 +57,7 @@ def step_metrics(stats: TokenStats) -> dict[str, float]:
     "k3"); ``mismatch_abs`` is the mean of |x|. Both are missing where no token is of age 0.
 
     >>> log_pi, log_mu = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -4.0], np.float32)
-    >>> stats = TokenStats(log_pi_L=log_pi, log_mu_L=log_mu, ages_L=np.array([0, 3]))
+    >>> stats = TokenStats(log_pi_L=log_pi, log_mu_L=log_mu, ages_L=np.array([0, 3]), places_L=np.array([0, 1]))
     >>> {name: round(value, 4) for name, value in step_metrics(stats).items()}
     {'age_mean': 1.5, 'age_max': 3.0, 'log_ratio_abs_max': 2.0, 'mismatch_kl': 0.1487, 'mismatch_abs': 0.5}
     """

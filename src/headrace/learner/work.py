@@ -22,6 +22,7 @@ from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.stats import TokenStats, step_metrics
 from headrace.types.batch import Batch
 from headrace.types.messages.codec import Codec
+from headrace.types.tokens import FloatColumn
 
 ROUTED = "routing_differs"
 """The metric of a replay; each rank counts the rows that it routes."""
@@ -91,15 +92,14 @@ class _Share(msgspec.Struct, frozen=True, kw_only=True):
 
     loss: float
     metrics: dict[str, tuple[float, float]]
-    log_pi_L: np.ndarray
-    log_mu_L: np.ndarray
-    ages_L: np.ndarray
+    stats: TokenStats
 
 
 class Tally:
     """Gathers what the micro-batches of one step say."""
 
     def __init__(self) -> None:
+        self._before = 0
         self._num_tokens = 0
         self._losses: list[float] = []
         self._metrics: list[Mapping[str, Ratio]] = []
@@ -112,7 +112,7 @@ class Tally:
 
     def open(self, work: Work) -> None:
         """Its micro-batches follow."""
-        self._num_tokens += work.batch.num_tokens
+        self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
 
     def add(self, work: Work, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
@@ -128,6 +128,7 @@ class Tally:
                 log_pi_L=passed.log_pi_M.detach().cpu().numpy()[mask_M],
                 log_mu_L=batch.logprobs_N[places_L],
                 ages_L=batch.step - batch.versions_N[places_L].astype(np.int64),
+                places_L=(self._before + places_L).astype(np.int32),
             )
         )
 
@@ -136,22 +137,21 @@ class Tally:
         if ranks.config.num_shares * ranks.config.context == 1:
             return
         codec = Codec(_Share)
-        stats = TokenStats.concat([*self._stats, TokenStats.none()])
         mine = _Share(
             loss=sum(self._losses),
             metrics={name: (float(ratio.total), float(ratio.count)) for name, ratio in add(self._metrics).items()},
-            log_pi_L=stats.log_pi_L,
-            log_mu_L=stats.log_mu_L,
-            ages_L=stats.ages_L,
+            stats=TokenStats.concat([*self._stats, TokenStats.none()]),
         )
         parts: list[_Share] = [codec.decode(words) for words in ranks.gather_parts(codec.encode(mine))]
         shares = parts[:: ranks.config.context]  # all of one share say the same, but of the rows that they route
         routed = [{ROUTED: Ratio(*part.metrics.pop(ROUTED))} for part in parts if ROUTED in part.metrics]
         self._losses = [share.loss for share in shares]
         self._metrics = [*routed, *({name: Ratio(*pair) for name, pair in share.metrics.items()} for share in shares)]
-        self._stats = [
-            TokenStats(log_pi_L=share.log_pi_L, log_mu_L=share.log_mu_L, ages_L=share.ages_L) for share in shares
-        ]
+        self._stats = [share.stats for share in shares]
+
+    def log_pi_N(self) -> FloatColumn:
+        """log π of every token as the step began; NaN for those that carried no loss."""
+        return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """The step's; ``scale`` multiplies the losses."""

@@ -130,7 +130,12 @@ class FakeLearner:
             await asyncio.sleep(seconds)
             self._learn(batch)
         return StepReport(
-            step=batch.step, metrics={}, trained_tokens=batch.num_loss_tokens, dropped_tokens={}, seconds=seconds
+            step=batch.step,
+            metrics={},
+            trained_tokens=batch.num_loss_tokens,
+            dropped_tokens={},
+            log_pi_N=np.where(batch.mask_N, batch.logprobs_N, np.float32(np.nan)),
+            seconds=seconds,
         )
 
     def _learn(self, batch: Batch) -> None:

@@ -1,4 +1,7 @@
-"""Groups whose every episode has ended, and the train samples they make."""
+"""Groups whose every episode has ended, and the train samples they make.
+
+Shape legend: T tokens of one path, E trained episodes of a step, L their tokens that carry loss, N tokens of a batch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from headrace.types.batch import TrainSample
-from headrace.types.episode import Episode, EpisodeStatus
-from headrace.types.tokens import FloatColumn, versions_of
+from headrace.types.batch import Batch, TrainSample
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.tokens import FloatColumn, IntColumn, versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +54,32 @@ Credit = float | Sequence[float]
 def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
     """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only. A path on
     which nothing is left that carries loss makes no sample, as long as another one does."""
+    return [
+        TrainSample(
+            key=episode.key,
+            tokens=episode.path_tokens(path),
+            mask_T=np.concatenate(masks),
+            advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+        )
+        for path, masks in _masked_paths(episode)
+    ]
+
+
+def loss_places(episode: Episode) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """Where the tokens that carry loss lie, in the order in which :func:`paths` lays them out: a turn, and places in
+    it."""
+    return [
+        (turn, np.flatnonzero(mask_T))
+        for path, masks in _masked_paths(episode)
+        for turn, mask_T in zip(path, masks, strict=True)
+        if mask_T.any()
+    ]
+
+
+def _masked_paths(episode: Episode) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
+    """Every path that makes a sample, with the mask of each of its turns."""
     trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
-    samples: list[TrainSample] = []
+    found = []
     for leaf in episode.leaves():
         path = episode.path(leaf)
         turns = [episode.turns[index].tokens for index in path]
@@ -59,15 +88,49 @@ def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
             for index, turn in zip(path, turns, strict=True)
         ]
         trained.update(path)
-        samples.append(
-            TrainSample(
-                key=episode.key,
-                tokens=episode.path_tokens(path),
-                mask_T=np.concatenate(masks),
-                advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
-            )
+        found.append((path, masks))
+    return [(path, masks) for path, masks in found if any(mask_T.any() for mask_T in masks)] or found[:1]
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step made of its tokens: those that carry loss, episode after episode, each as :func:`loss_places` has
+    them."""
+
+    groups_E: IntColumn
+    places_E: IntColumn
+    """Of the episode in its group."""
+    sizes_E: IntColumn
+    """How many of the L tokens are the episode's."""
+    log_pi_L: FloatColumn
+    """log π as the step began; NaN for a token that lost its loss on the way."""
+
+    @classmethod
+    def of(cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn) -> Learned:
+        """``keys``: of the episodes of ``batch``, in its order."""
+        episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
+        return cls(
+            groups_E=np.array([key.group for key in keys], np.int32),
+            places_E=np.array([key.place for key in keys], np.int32),
+            sizes_E=np.bincount(episodes_N[batch.mask_N], minlength=len(keys)).astype(np.int32),
+            log_pi_L=log_pi_N[batch.mask_N],
         )
-    return [sample for sample in samples if sample.mask_T.any()] or samples[:1]
+
+    def gaps(self, episode: Episode) -> dict[int, FloatColumn]:
+        """log π − log μ of every token of each turn of ``episode`` that carried loss, by turn; NaN where a token did
+        not."""
+        here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
+        if not here.any():
+            return {}
+        at = int(np.argmax(here))
+        begin = int(self.sizes_E[:at].sum())
+        found: dict[int, FloatColumn] = {}
+        for turn, places in loss_places(episode):
+            log_mu_T = episode.turns[turn].tokens.logprobs_T
+            gaps_T = np.full(len(log_mu_T), np.nan, np.float32)
+            gaps_T[places] = self.log_pi_L[begin : begin + len(places)] - log_mu_T[places]
+            begin += len(places)
+            found[turn] = gaps_T
+        return found
 
 
 def _by_token(episode: Episode, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:

@@ -17,7 +17,7 @@ from headrace.errors import DataError
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeRow, Wanted
 from headrace.types.episode import Episode, EpisodeKey, Turn
 from headrace.types.recorded import Routing
-from headrace.types.tokens import versions_of
+from headrace.types.tokens import FloatColumn, versions_of
 from headrace.types.versions import NOT_SAMPLED
 from headrace.view.credit import Credits
 from headrace.view.run import OpenRun
@@ -83,8 +83,10 @@ def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
     row = next(each for each in siblings if each.place == key.place)
     advantages, why = credits.of(run, episode, row)
     differing = routing_differences(episode)
+    gaps = gaps_of(run, episode)
     turns = [
         _turn(run, index, turn, advantages, None if differing is None else differing[index])
+        | {"gap": _greatest(gaps.get(index))}
         for index, turn in enumerate(episode.turns)
     ]
     return {
@@ -115,6 +117,9 @@ def window(run: OpenRun, name: str, turn: int, first: int, count: int) -> dict[s
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
+    gaps = run.remembered(f"gaps {name}", lambda: gaps_of(run, episode))
+    if turn in gaps:
+        columns["gap"] = [_finite(value) for value in gaps[turn][first:last].tolist()]
     differing = routing_differences(episode)
     again_T = None if differing is None else differing[turn]
     if again_T is not None:
@@ -136,6 +141,18 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
     if tokens.routing is not None and tokens.routing.known_T[place]:
         detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
     return detail
+
+
+def gaps_of(run: OpenRun, episode: Episode) -> dict[int, FloatColumn]:
+    """log π − log μ of the tokens of each turn that carried loss, by turn; NaN for the others. Empty before its group
+    was trained, and where the learner's side was not recorded."""
+    learned = run.browser().learned(episode.key.group)
+    return {} if learned is None else learned.gaps(episode)
+
+
+def _greatest(gaps_T: FloatColumn | None) -> float | None:
+    """The distance from 0 of the token farthest from it."""
+    return None if gaps_T is None or not np.isfinite(gaps_T).any() else float(np.nanmax(np.abs(gaps_T)))
 
 
 def routing_differences(episode: Episode) -> list[npt.NDArray[np.int64] | None] | None:

@@ -33,6 +33,8 @@ class Ordered:
 
     step: int
     groups: list[ScoredGroup]
+    batch: Batch
+    """With the loss of every token that could have carried one."""
     ages: dict[int, int]
     """Tokens that carry loss, by age in versions."""
     masked: dict[str, int]
@@ -99,8 +101,8 @@ class Feeder:
         step = taken.step
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
             await state.flow.flush()  # what is trained must be known to have been taken
-        batch = collate(step, taken.groups, state.parts.advantages(taken.groups))
-        batch, stale = without_stale(batch, taken.oldest_version)
+        collated = collate(step, taken.groups, state.parts.advantages(taken.groups))
+        batch, stale = without_stale(collated, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
         ordered_s = state.parts.clock.now()
@@ -115,6 +117,7 @@ class Feeder:
         return Ordered(
             step=step,
             groups=taken.groups,
+            batch=collated,
             masked={**num_untrained(taken.groups), **stale},
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
             ordered_s=ordered_s,

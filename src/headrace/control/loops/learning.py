@@ -16,7 +16,7 @@ from headrace.control.saving import Saver
 from headrace.control.state import RunState
 from headrace.control.tuning import Tuning
 from headrace.errors import NothingToLearn
-from headrace.types.scored import ScoredGroup
+from headrace.types.scored import Learned, ScoredGroup
 
 
 class LearningLoop:
@@ -72,7 +72,9 @@ class LearningLoop:
         if ordered.masked:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
-        state.flow.trained(ordered.groups, report, ordered.ages)
+        keys = [episode.key for group in ordered.groups for episode in group.scored]
+        learned = Learned.of(keys, ordered.batch, report.log_pi_N)
+        state.flow.trained(ordered.groups, report, ordered.ages, learned)
         state.board.progress()
         publication = await ordered.snapshot
         self._sync.publish(publication)

@@ -1,6 +1,6 @@
 """What a ledger records, and what it can prove.
 
-Everything is an operation, and each operation is one transaction: after a crash it is there whole or not at all.
+Everything is an operation: after a crash it is there whole or not at all, and none before it is missing.
 
 A token counts as submitted from the moment it is recorded: with its episode when that ends, or before, in a part of a
 running turn. A token that nobody has recorded when everything dies was never submitted; how many that can be for each
@@ -14,6 +14,7 @@ from typing import Protocol
 
 from headrace.types.episode import Episode, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
+from headrace.types.scored import Learned
 from headrace.types.tokens import versions_of
 
 
@@ -84,6 +85,8 @@ class EndStep:
     ages: dict[int, int]
     """Tokens trained at each age."""
     at_s: float
+    learned: Learned | None = None
+    """What became of its tokens, where the learner said it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +204,9 @@ class Lengths:
 class Ledger(Protocol):
     """Where the operations are kept."""
 
-    def apply(self, operation: Operation) -> None:
-        """Record one operation, in one transaction. :class:`~headrace.errors.LedgerError` if it cannot be kept."""
+    def apply(self, *operations: Operation) -> None:
+        """Record them in this order. :class:`~headrace.errors.LedgerError` if one cannot be kept: those given
+        before it in the same call may be kept or not, those after it are not."""
         ...
 
     def recall(self, step: int) -> Recalled:

@@ -22,8 +22,9 @@ from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.migrate import schema_version, steps
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
-from headrace.flow.ledger.turns import decode_turns
+from headrace.flow.ledger.turns import decode_learned, decode_turns
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.scored import Learned
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +172,12 @@ class Browser:
                 agent_rewards=json.loads(agents),
                 cause=cause,
             )
+
+    def learned(self, group: int) -> Learned | None:
+        """What became of all tokens of the step that trained ``group``; ``None`` where that is not recorded."""
+        rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
+        with self._explained():
+            return decode_learned(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[Episode]:
         """The episodes before ``key`` (``None``: the last ones), backwards, with their turns."""

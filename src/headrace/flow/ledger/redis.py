@@ -88,10 +88,11 @@ class RedisLedger:
         """An existing ledger, for reading. :class:`~headrace.errors.LedgerError` if there is none."""
         return cls(url, name)
 
-    def apply(self, operation: Operation) -> None:
-        with self._one_at_a_time:
-            self._index.apply(operation)  # what cannot be is refused before anybody else has it
-            self._record(operation)
+    def apply(self, *operations: Operation) -> None:
+        for operation in operations:
+            with self._one_at_a_time:
+                self._index.apply(operation)  # what cannot be is refused before anybody else has it
+                self._record(operation)
 
     def recall(self, step: int) -> Recalled:
         with self._one_at_a_time:

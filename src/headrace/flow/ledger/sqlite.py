@@ -31,7 +31,7 @@ from headrace.flow.ledger.base import (
 )
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.migrate import migrate
-from headrace.flow.ledger.turns import decode_turns, encode_part, encode_turns, join_parts
+from headrace.flow.ledger.turns import decode_turns, encode_learned, encode_part, encode_turns, join_parts
 from headrace.flow.ledger.upkeep import LogCopier
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
@@ -101,10 +101,11 @@ class SqliteLedger:
             ) from None
         return cls(path, group_size=group_size, groups_per_step=groups_per_step)
 
-    def apply(self, operation: Operation) -> None:
+    def apply(self, *operations: Operation) -> None:
         with self._explained("written"):
             with self._transaction():
-                self._write[type(operation)](operation)
+                for operation in operations:
+                    self._write[type(operation)](operation)
             self._uncopied_bytes += _TRANSACTION_BYTES
             if self._uncopied_bytes >= COPY_BYTES:
                 self._copy_log()
@@ -179,6 +180,10 @@ class SqliteLedger:
             "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
             (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), op.at_s),
         )
+        if op.learned is not None:
+            blob = encode_learned(op.learned)
+            self._uncopied_bytes += len(blob)
+            self._db.execute("INSERT OR REPLACE INTO learned VALUES (?, ?)", (op.step, blob))
         self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))
 
     def _commit_version(self, op: CommitVersion) -> None:
@@ -198,7 +203,8 @@ class SqliteLedger:
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED)
             )  # its step is in the checkpoint
-            self._db.execute("DELETE FROM steps WHERE step >= ?", (step,))
+            for table in ("steps", "learned"):
+                self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
         with self._explained("read"):
             rows = self._db.execute(
                 "SELECT number, row, state, oldest_version, step FROM groups WHERE state IN (?, ?) ORDER BY number",

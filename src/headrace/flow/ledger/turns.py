@@ -1,4 +1,4 @@
-"""Turns of an episode to bytes and back."""
+"""Turns of an episode, and what a step made of their tokens, to bytes and back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
 from headrace.types.messages.codec import Codec
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.scored import Learned
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 
 
@@ -31,6 +32,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _CODEC = Codec(list[_Turn])
+_LEARNED = Codec(Learned)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:
@@ -105,3 +107,14 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
         stop_reason=found[-1].stop_reason,
         context_routing=next(routings, None),
     )
+
+
+def encode_learned(learned: Learned) -> bytes:
+    """The bytes that the ledger keeps."""
+    return _LEARNED.encode(learned)
+
+
+def decode_learned(blob: bytes) -> Learned:
+    """What :func:`encode_learned` was given."""
+    learned: Learned = _LEARNED.decode(blob)
+    return learned

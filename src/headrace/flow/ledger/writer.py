@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from headrace.flow.ledger.base import Ledger, Operation
 
+GATHER_S = 0.005
+"""How long operations gather before they are recorded together, where nobody waits for it."""
+MOST_TOGETHER = 256
+"""Operations of one transaction."""
 CLOSE_S = 30.0
 """How long the end waits for a disk."""
 
@@ -62,7 +68,7 @@ class InlineWriter:
 
 
 class ThreadedWriter:
-    """Writes in one thread of its own.
+    """Writes in one thread of its own, many operations in one transaction where many come at once.
 
     What is queued is bounded by what the flow holds: a few operations per group in flight.
     """
@@ -70,7 +76,8 @@ class ThreadedWriter:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._queue: deque[_Item] = deque()
-        self._given = threading.Semaphore(0)
+        self._given = threading.Event()
+        self._awaited = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
@@ -78,42 +85,60 @@ class ThreadedWriter:
     def write(self, operation: Operation) -> None:
         if self._error is not None:
             raise self._error
-        self._put(operation)
+        self._queue.append(operation)
+        if not self._given.is_set():
+            self._given.set()
 
     async def flush(self, *, durable: bool = False) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if durable:
-            self._put(_PERSIST)
-        self._put(done)
+            self._queue.append(_PERSIST)
+        self._hurry(done)
         await done
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        self._put(None)
+        self._hurry(None)
         self._thread.join(CLOSE_S)
 
-    def _put(self, item: _Item) -> None:
+    def _hurry(self, item: _Item) -> None:
         self._queue.append(item)
-        self._given.release()
+        self._awaited.set()
+        self._given.set()
 
     def _run(self) -> None:
+        together: list[Operation] = []
         while True:
-            self._given.acquire()
-            item = self._queue.popleft()
-            if item is None:
-                return
-            if isinstance(item, asyncio.Future):
-                item.get_loop().call_soon_threadsafe(_finish, item)
-            elif self._error is None:
-                self._apply(item)
+            self._given.wait()
+            self._awaited.wait(GATHER_S)
+            self._given.clear()
+            self._awaited.clear()
+            while self._queue:
+                item = self._queue.popleft()
+                if isinstance(item, _Persist | asyncio.Future | None) or len(together) == MOST_TOGETHER:
+                    together = self._record(together)
+                if item is None:
+                    return
+                if isinstance(item, asyncio.Future):
+                    item.get_loop().call_soon_threadsafe(_finish, item)
+                elif isinstance(item, _Persist):
+                    self._do(self._ledger.persist)
+                else:
+                    together.append(item)
+            together = self._record(together)
 
-    def _apply(self, operation: Operation | _Persist) -> None:
+    def _record(self, together: list[Operation]) -> list[Operation]:
+        """In one transaction; nothing is left."""
+        if together:
+            self._do(partial(self._ledger.apply, *together))
+        return []
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._error is not None:
+            return
         try:
-            if isinstance(operation, _Persist):
-                self._ledger.persist()
-            else:
-                self._ledger.apply(operation)
+            work()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: write and flush raise it
             self._error = error
 

@@ -138,6 +138,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that carried loss."""
     dropped_tokens: dict[str, int]
     """Tokens of the batch that could carry none, by reason."""
+    log_pi_N: FloatColumn
+    """log π of each token of the batch as the step began; NaN for those that carried no loss."""
     seconds: float
 
 

@@ -83,21 +83,21 @@ export async function open(root, context) {
   return { refresh, close: () => watch.disconnect() };
 }
 
-/** The least expected tokens of one step, with links to their places. */
+/** The tokens of one step about which engine and learner differ most, or the least expected ones, with links. */
 async function outliers(box, { ask, to }, step) {
   if (!step) return;
   const choose = h("input", { type: "number", min: 1, value: step, onchange: () => outliers(box, { ask, to }, Number(choose.value)) });
-  const head = (...rest) => put(box, card("Least expected tokens", h("p", { class: "sub" },
-    "The sampled tokens of one step with the least log μ: where ratios go astray, look here first."),
+  const head = (...rest) => put(box, card("Outlying tokens", h("p", { class: "sub" },
+    "The tokens of one step with the greatest |log π − log μ|, or, where the learner's side was not recorded, the least log μ: where ratios go astray, look here first."),
   h("div", { class: "bar" }, h("label", { class: "field" }, "Step", choose)), rest));
   try {
     const found = await ask(`outliers/${Math.max(0, step - 1)}`);
     if (!found.tokens.length) return head(empty("This step has trained no sampled token, or there is no such step."));
     const part = found.looked < found.episodes ? `, among the first ${count(found.looked)} of its ${count(found.episodes)} episodes` : "";
-    head(table([["token", true], ["behind", true], ["episode", true], ["log μ", false], ["age", false], ["reward", false]], found.tokens.map((each) => [
+    head(table([["token", true], ["behind", true], ["episode", true], ["log μ", false], ["log π − log μ", false], ["age", false], ["reward", false]], found.tokens.map((each) => [
       h("code", {}, each.text === "" ? `⟨${each.id}⟩` : oneLine(each.text, 30)), h("span", { class: "around" }, oneLine(each.around.slice(-40), 60)),
-      h("a", { href: to("episodes", [each.key], { by: "logprob", turn: each.turn, at: each.place }) }, `${each.key}, token ${each.place}`),
-      figure(each.logprob), each.age ?? "–", number(each.reward)]), `least expected tokens of step ${step}${part}`), part ? h("p", { class: "sub" }, part.slice(2)) : null);
+      h("a", { href: to("episodes", [each.key], { by: found.by, turn: each.turn, at: each.place }) }, `${each.key}, token ${each.place}`),
+      figure(each.logprob), figure(each.gap), each.age ?? "–", number(each.reward)]), `outlying tokens of step ${step}${part}`), part ? h("p", { class: "sub" }, part.slice(2)) : null);
   } catch (error) {
     head(trouble(error));
   }

@@ -23,6 +23,7 @@ export function paints(episode) {
   const known = (field) => sampled.some((turn) => turn[field] !== null && turn[field] !== undefined);
   const advantages = sampled.map((turn) => turn.advantage).filter(isNumber);
   const most = Math.max(...advantages.map(Math.abs), 1e-9);
+  const gapMost = Math.max(...sampled.map((turn) => turn.gap ?? 0), 0);
   const keptMost = Math.max(...sampled.map((turn) => turn.kept?.[1] ?? 0), 2);
   const entropyMost = Math.max(...sampled.map((turn) => turn.entropy?.[1] ?? 0), 1e-9);
   return [
@@ -32,6 +33,8 @@ export function paints(episode) {
       of: (column, at) => level(Math.max(0, episode.step - oldestVersion(column.version[at])) / 8), scale: () => steps("age 0", "8 and more") },
     { name: "logprob", words: "Surprise", what: "how improbable it was when it was sampled: −log μ", missing: sampled.length ? "" : "no policy sampled a token",
       of: (column, at) => level(isNumber(column.logprob[at]) ? Math.sqrt(column.logprob[at] / lowest) : 1), scale: () => steps("certain", `μ = ${number(Math.exp(lowest))}`) },
+    { name: "gap", words: "Gap", what: "log π − log μ: how the learner's probability differs from the engine's", missing: gapMost ? "" : isNumber(episode.step) ? "not recorded: its step has not ended, or an earlier version wrote it" : "no step has taken its group",
+      of: (column, at) => signed((column.gap?.[at] ?? 0) / gapMost), scale: () => h("span", {}, swatches(["d4", "d2", "u2", "u4"]), ` −${number(gapMost)} to ${number(gapMost)}`) },
     { name: "entropy", words: "Entropy", what: "of the distribution it was drawn from", missing: known("entropy") ? "" : "not recorded: set observe.record_entropy = true",
       of: (column, at) => level((column.entropy?.[at] ?? 0) / entropyMost), scale: () => steps("0", `${number(entropyMost)} nats`) },
     { name: "advantage", words: "Advantage", what: "what it was credited with", missing: advantages.length ? "" : episode.advantage_why || "not known",

@@ -128,6 +128,7 @@ export class TokenView {
     if (isNumber(this.episode.step) && version !== FROZEN) facts.push(["", "age", String(this.episode.step - oldestVersion(version))]);
     const logprob = page.logprob[at];
     facts.push(["", "log μ", isNumber(logprob) ? `${number(logprob)} (μ = ${number(Math.exp(logprob))})` : "not finite: carries no loss"]);
+    if (isNumber(page.gap?.[at])) facts.push(["", "log π − log μ", number(page.gap[at])]);
     if (page.entropy) facts.push(["", "entropy", `${number(page.entropy[at])} nats`]);
     if (page.kept) facts.push(["", "kept-set", page.kept[at] ? `${page.kept[at]} entries` : "all entries"]);
     if (page.rerouted) facts.push(["", "experts that differ when read again", page.rerouted[at] < 0 ? "not recorded" : String(page.rerouted[at])]);
