@@ -19,6 +19,7 @@ _BENCHMARKS = {
     "learner": "headrace.bench.learner",
     "ledger": "headrace.bench.ledger",
     "loop": "headrace.bench.loop",
+    "plan": "headrace.bench.plan",
     "scoring": "headrace.bench.scoring",
     "sync": "headrace.bench.sync",
 }

@@ -14,6 +14,7 @@ from headrace.cli import (
     evaluate,
     export,
     ledger,
+    plan,
     recipes,
     report,
     serve,
@@ -45,6 +46,7 @@ app.command("status")(status.status)
 app.command("watch")(watch.watch)
 app.command("trace")(trace.trace)
 app.command("ledger")(ledger.ledger)
+app.command("plan")(plan.plan)
 app.command("recipes")(recipes.recipes)
 app.command("bench")(bench.bench)
 app.add_typer(check.app, name="check")

@@ -35,6 +35,7 @@ def train(
         run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
     )  # fmt: skip
     if dry_run:
+        from headrace.cli.ahead import plan_line
         from headrace.session.explain import explain
         from headrace.session.prepare import Inputs, prepare
 
@@ -44,6 +45,7 @@ def train(
                 print_json(config.model_dump(mode="json"))
             else:
                 console().print(explain(prepared))
+                console().print(plan_line(prepared))
         return
     from headrace.cli.ending import show_summary
     from headrace.session import train as run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -42,11 +42,12 @@ DARK = Theme(
     purple="#e08fbd", sky="#8fd0f5", red="#f07a35", wait="#39434f", brown="#C08F2A", pale="#5f8aa6", slate="#66727f",
 )  # fmt: skip
 
+R = TypeVar("R")
 Draw = Callable[[Figure, RunData, Theme], None]
 """A picture: draws a run on an empty figure."""
 
 
-def render(draw: Draw, run: RunData, theme: Theme, height: float) -> bytes:
+def render(draw: Callable[[Figure, R, Theme], None], run: R, theme: Theme, height: float) -> bytes:
     """The PNG of one picture, ``height`` inches high and 9.6 wide."""
     style: dict[str, Any] = {
         "font.family": "DejaVu Sans", "font.size": 9.5, "text.color": theme.ink, "text.parse_math": False,

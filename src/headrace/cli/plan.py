@@ -1,0 +1,97 @@
+"""``headrace plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from headrace.cli.output import console, print_json
+
+if TYPE_CHECKING:
+    from headrace.plan import Asked, Found
+    from headrace.session.config import RunConfig
+    from headrace.types.observation import Account
+
+
+def plan(
+    run_file: Path = typer.Argument(help="The run file (TOML)."),
+    cluster_file: Path = typer.Option(
+        ..., "--cluster", help="What there is: accelerators, and what is known of the work."
+    ),
+    overrides: list[str] = typer.Option(
+        [], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the run."
+    ),
+    like: str = typer.Option("", "--like", metavar="RECIPE", help="Take what the run file leaves open from a recipe."),
+    calibrate: Path = typer.Option(None, metavar="RUN", help="Take costs and lengths from this run's directory."),
+    generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
+    seed: int = typer.Option(0, min=0, help="Of every simulated run."),
+    picture: Path = typer.Option(None, metavar="FILE", help="Draw what was tried, as a PNG."),
+    as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
+) -> None:
+    """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
+    from headrace.clock import RealClock
+    from headrace.plan import load_cluster, make_site
+    from headrace.plan import plan as search
+    from headrace.plan.words import in_words
+    from headrace.session import load_config
+
+    config = load_config(run_file, overrides, like=like)
+    measured = None
+    if calibrate is not None:
+        from headrace.observe.calibrating import calibrated
+
+        measured = calibrated(calibrate)
+    site = make_site(asked_of(config), load_cluster(cluster_file), measured)
+    found = search(site, RealClock(), seed=seed, generation=generation or None)
+    if picture is not None:
+        from headrace.observe.pictures.plan import plan_png
+
+        picture.write_bytes(plan_png(found))
+    if as_json:
+        print_json(_tree(found))
+        return
+    out = console()
+    for line in in_words(found, bound):
+        out.print(line)
+
+
+def _tree(found: Found) -> dict[str, Any]:
+    """The plan, for programs."""
+    from headrace.plan.search import row_of
+    from headrace.plan.words import in_words
+
+    named = {"asked": found.asked, "best": found.best, "synchronous": found.synchronous}
+    return {
+        "view": found.site.view,
+        "fit": found.site.fit,
+        **{name: row_of(found.site, each) for name, each in named.items()},
+        "tried": list(found.tried),
+        "seconds": found.seconds,
+        "words": in_words(found, bound),
+    }
+
+
+def bound(account: Account) -> str:
+    """What holds a run up, by the measure of a live one."""
+    from headrace.observe.verdict import judge
+
+    return str(judge(account).bound)
+
+
+def asked_of(config: RunConfig) -> Asked:
+    """What a plan looks at of a run file."""
+    from headrace.learner.companions.fit import columns_of
+    from headrace.plan import Asked
+    from headrace.plan.catalogue import model
+
+    return Asked(
+        shape=model(config.model.path),
+        model=config.model,
+        engine=config.engine,
+        flow=config.flow,
+        sync=config.sync,
+        learner=config.learner,
+        passes=len(config.learner.serving(columns_of(config.algo)).policies),
+    )

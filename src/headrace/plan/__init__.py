@@ -1,0 +1,30 @@
+"""What a run would be like on a cluster, before it is begun: costs, a simulator around the real flow, and advice.
+
+cluster, model ──▶ sizing ──▶ system ──▶ world ──▶ simulator ──▶ outcome ──▶ search ──▶ words
+   catalogue                    ▲                     │
+                      calibration of a run          the real Flow
+"""
+
+from headrace.plan.cluster import Cluster, ClusterFile, load_cluster
+from headrace.plan.outcome import Outcome
+from headrace.plan.planning import make_site, plan
+from headrace.plan.search import Found, Tried
+from headrace.plan.simulator import Simulation
+from headrace.plan.sizing import Asked
+from headrace.plan.workload import Workload
+from headrace.plan.world import World
+
+__all__ = [
+    "Asked",
+    "Cluster",
+    "ClusterFile",
+    "Found",
+    "Outcome",
+    "Simulation",
+    "Tried",
+    "Workload",
+    "World",
+    "load_cluster",
+    "make_site",
+    "plan",
+]

@@ -1,0 +1,39 @@
+"""From a run file's settings and a cluster to a plan."""
+
+from __future__ import annotations
+
+from headrace.clock import Clock
+from headrace.plan.cluster import ClusterFile
+from headrace.plan.search import Found, Search
+from headrace.plan.sizing import Asked, fit
+from headrace.plan.spread import Constant, Lognormal
+from headrace.plan.system import Measured, Site
+from headrace.plan.workload import Workload
+
+MEAN_SHARE = 0.25
+"""Of the longest answer, the mean one, where nobody says."""
+
+
+def usual_workload(asked: Asked) -> Workload:
+    """What is assumed where the cluster file does not say."""
+    longest = asked.engine.max_new_tokens
+    return Workload(prompt_tokens=Constant(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
+
+
+def make_site(asked: Asked, file: ClusterFile, measured: Measured | None = None) -> Site:
+    """What is planned for. :class:`~headrace.errors.ConfigError` where the model does not fit."""
+    seen = None if measured is None else measured.workload
+    workload = file.workload or seen or usual_workload(asked)
+    longest = asked.engine.max_context or asked.engine.max_new_tokens + 4 * MEAN_SHARE * 256
+    return Site(
+        asked=asked,
+        cluster=file.cluster,
+        workload=workload,
+        fit=fit(asked, file.cluster, longest),
+        measured=measured,
+    )
+
+
+def plan(site: Site, clock: Clock, *, seed: int = 0, generation: int | None = None) -> Found:
+    """Search; ``generation`` fixes how many accelerators generate."""
+    return Search(site=site, clock=clock, seed=seed, fixed=generation).run()

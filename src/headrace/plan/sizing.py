@@ -1,0 +1,171 @@
+"""What fits where: the memory of engines and learner, and how many accelerators each needs at least."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.engine.fleet.config import FleetConfig
+from headrace.errors import ConfigError
+from headrace.flow import FlowConfig
+from headrace.learner import LearnerConfig
+from headrace.models.config import ModelConfig
+from headrace.plan.catalogue import Accelerator
+from headrace.plan.catalogue.shape import ModelShape
+from headrace.plan.cluster import Cluster
+from headrace.sync import SyncConfig
+
+USABLE = 0.9
+"""Of the memory: the rest is for what libraries and passes take."""
+COPIES = 2
+"""Of the weights in an engine: those in use, and those that are staged."""
+SEQUENCES = 4
+"""Of full length that the cache of an engine should hold, where more than one accelerator can bring it about."""
+ACTIVATION_BYTES = 34
+"""Of one token, layer and hidden number between forward and backward pass, in 16 bits (Korthikanti et al. 2022)."""
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a run file says, as far as a plan looks at it."""
+
+    shape: ModelShape
+    model: ModelConfig
+    engine: FleetConfig
+    flow: FlowConfig
+    sync: SyncConfig
+    learner: LearnerConfig
+    passes: int = 0
+    """Over a batch that only read log π: of a reference, kept weights, a teacher."""
+
+    @property
+    def number_bytes(self) -> int:
+        """Of one weight."""
+        return 4 if self.model.dtype == "float32" else 2
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one copy."""
+        return float(self.shape.params * self.number_bytes)
+
+    @property
+    def adapter_params(self) -> float:
+        """Of a low-rank adapter, about: two thin matrices beside seven of each layer. 0 without one."""
+        lora = self.model.lora
+        return 0.0 if lora is None else float(14 * lora.rank * self.shape.layers * self.shape.hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a model lies on accelerators."""
+
+    ways: int
+    """Accelerators of one engine."""
+    cache_tokens: float
+    """That one engine can keep."""
+    engine_bytes: float
+    """Of the weights on one engine."""
+    learner_bytes: float
+    """Weights, gradients and optimizer, all ranks together."""
+    activation_bytes: float
+    """On each rank of the learner."""
+    least_learner: int
+    """Accelerators that the learner needs at least."""
+
+    def __str__(self) -> str:
+        return (
+            f"an engine takes {self.ways} accelerator{'s' if self.ways > 1 else ''} ({self.engine_bytes / GB:,.1f} GB "
+            f"of weights, a cache of {self.cache_tokens:,.0f} tokens), the learner at least {self.least_learner} "
+            f"({self.learner_bytes / GB:,.1f} GB, and {self.activation_bytes / GB:,.1f} GB of activations on each)"
+        )
+
+
+def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
+    """Where the smallest engine and the smallest learner lie, for episodes of up to ``longest`` tokens.
+
+    Raises :class:`~headrace.errors.ConfigError` where the cluster cannot hold both: by how much, and what would fit.
+    """
+    device = cluster.device
+    ways, cache_tokens = _engine(asked, cluster, device, longest)
+    learner, activations = learner_bytes(asked), activation_bytes(asked)
+    room = USABLE * device.memory_gb * GB - activations
+    least = max(1, -(-int(learner) // int(room))) if room > 0 else 0
+    made = Fit(
+        ways=ways,
+        cache_tokens=cache_tokens,
+        engine_bytes=_engine_bytes(asked),
+        learner_bytes=learner,
+        activation_bytes=activations,
+        least_learner=least,
+    )
+    if ways and least and max(ways, least) <= cluster.count:
+        return made
+    raise _too_small(asked, cluster, made, longest)
+
+
+def _engine_bytes(asked: Asked) -> float:
+    copies = 1 if asked.model.lora is not None else COPIES
+    return copies * asked.weight_bytes + asked.adapter_params * 4
+
+
+def _engine(asked: Asked, cluster: Cluster, device: Accelerator, longest: float) -> tuple[int, float]:
+    """The fewest accelerators of one machine that hold the weights and some sequences; (0, 0) where none do."""
+    kv = float(asked.shape.kv_numbers * asked.number_bytes)
+    found = (0, 0.0)
+    ways = 1
+    while ways <= min(cluster.per_node, cluster.count):
+        tokens = (USABLE * device.memory_gb * GB * ways - _engine_bytes(asked)) / kv
+        if tokens >= longest and not found[0]:
+            found = (ways, tokens)
+        if tokens >= SEQUENCES * longest:
+            return ways, tokens
+        ways *= 2
+    return found
+
+
+def learner_bytes(asked: Asked) -> float:
+    """Weights, gradients and what AdamW keeps: in float32 4 + 4 + 8 for each parameter, in bfloat16 2 + 2 + 8, and 4
+    for the copy that is updated. Of an adapter all, and of its base the weights alone."""
+    whole = 16.0 if asked.number_bytes == 4 or asked.learner.memory.masters else 12.0
+    if asked.model.lora is None:
+        return asked.shape.params * whole
+    return asked.weight_bytes + asked.adapter_params * 16.0
+
+
+def activation_bytes(asked: Asked) -> float:
+    """Of one pass of ``learner.tokens_per_microbatch`` tokens."""
+    shape, memory = asked.shape, asked.learner.memory
+    kept = asked.number_bytes if memory.recompute else ACTIVATION_BYTES * asked.number_bytes / 2
+    layers = 1 if memory.offload_activations else shape.layers
+    return float(asked.learner.tokens_per_microbatch * shape.hidden * layers * kept)
+
+
+def _too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float) -> ConfigError:
+    """By how much, and what would fit."""
+    device, name = cluster.device, asked.shape.name
+    one = USABLE * device.memory_gb * GB
+    held = one * cluster.count
+    room = one - made.activation_bytes
+    if room <= 0:
+        return ConfigError(
+            f"one pass of {asked.learner.tokens_per_microbatch} tokens of {name} keeps "
+            f"{made.activation_bytes / GB:,.1f} GB of activations, and one {device.name} has {one / GB:,.1f} GB: "
+            f"{-room / GB:,.1f} GB too little",
+            remedy="set learner.memory.recompute = true, or lower learner.tokens_per_microbatch",
+        )
+    cache = asked.shape.kv_numbers * asked.number_bytes * longest
+    engine, learner = _engine_bytes(asked) + cache, made.learner_bytes
+    least = max(made.ways or -(-int(engine) // int(one)), made.least_learner)
+    needed = max(engine, learner + made.activation_bytes * cluster.count)
+    missing = max(needed - held, (engine - one * min(cluster.per_node, cluster.count)))
+    which = max(1e9, cluster.count * room / 16.0)
+    remedy = f"take {least} × {device.name} or more"
+    if engine > one * cluster.per_node and not made.ways:
+        remedy = f"give machines of {-(-int(engine) // int(one))} × {device.name} (cluster.per_node)"
+    lora = "" if asked.model.lora is not None else "; set model.lora, which keeps no optimizer for the base"
+    return ConfigError(
+        f"{cluster} cannot hold {name}: {held / GB:,.0f} GB can be used; one engine needs {engine / GB:,.0f} GB (with "
+        f"a sequence of {longest:,.0f} tokens), the learner {learner / GB:,.0f} GB: {max(0.0, missing) / GB:,.0f} GB "
+        "too little",
+        remedy=f"{remedy}; or a model of at most {which / 1e9:,.1f} billion parameters{lora}",
+    )

@@ -1,0 +1,136 @@
+"""Plans: what fits, what is found, what is said, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli.app import app
+from headrace.cli.plan import asked_of, bound
+from headrace.clock import RealClock
+from headrace.errors import ConfigError
+from headrace.observe.pictures.plan import plan_png
+from headrace.plan import Asked, Cluster, ClusterFile, Workload, make_site, plan, search
+from headrace.plan.catalogue import accelerator, accelerators, model, models
+from headrace.plan.search import Found, Search
+from headrace.plan.words import in_words, verdict_line
+from headrace.session import load_config
+
+RUN: dict[str, Any] = {
+    "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},
+    "engine": {"max_new_tokens": 512, "max_sequences": 256},
+    "flow": {"groups_per_step": 8, "group_size": 4, "max_age": 1},
+    "sync": {"transport": "collective"},
+}
+BILLIONS = {
+    "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.6, "qwen2.5-32b": 32.8,
+    "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, less in {"EPISODES": 300, "LEAST_STEPS": 4, "COARSE": (0.25, 0.5, 0.75), "AGES": (1, 4)}.items():
+        monkeypatch.setattr(search, name, less)
+
+
+def asked(**changes: dict[str, Any]) -> Asked:
+    return asked_of(load_config({**RUN, **changes}))
+
+
+def found(cluster: dict[str, Any], workload: dict[str, Any] | None = None, **changes: dict[str, Any]) -> Found:
+    given = None if workload is None else Workload.model_validate(workload)
+    site = make_site(asked(**changes), ClusterFile(cluster=Cluster.model_validate(cluster), workload=given))
+    return Search(site=site, clock=RealClock(), seed=0).glance()
+
+
+def test_every_model_of_the_catalogue_has_the_parameters_that_its_makers_tell() -> None:
+    assert set(models()) == set(BILLIONS)
+    for name, billions in BILLIONS.items():
+        assert model(f"someone/{name.upper()}").params / 1e9 == pytest.approx(billions, rel=0.03), name
+    assert model("qwen3-30b-a3b").active / 1e9 == pytest.approx(3.0, rel=0.1)
+
+
+def test_accelerators_are_found_however_they_are_written_and_unknown_ones_cost_three_numbers() -> None:
+    assert accelerator("mi300x").bandwidth_gb_s == 5300
+    assert all(each.peak_tflops > 0 for each in accelerators().values())
+    with pytest.raises(ConfigError, match="three numbers of it are needed") as refused:
+        found({"accelerator": "X900", "count": 8})
+    assert "cluster.peak_tflops" in refused.value.remedy
+    assert "cluster.memory_gb" in refused.value.remedy
+    given = {"peak_tflops": 500.0, "bandwidth_gb_s": 2000.0, "memory_gb": 96.0}
+    assert found({"accelerator": "X900", "count": 16, **given}).asked.tok_s > 0
+
+
+def test_cluster_that_cannot_hold_the_model_says_by_how_much_and_what_would_fit() -> None:
+    with pytest.raises(ConfigError, match=r"4 × A10G cannot hold qwen3-8b: .* GB too little") as refused:
+        found({"accelerator": "A10G", "count": 4}, learner={"memory": {"recompute": True}})
+    assert "× A10G or more" in refused.value.remedy
+    assert "billion parameters; set model.lora" in refused.value.remedy
+    with pytest.raises(ConfigError, match="GB of activations, and one A10G has") as refused:
+        found({"accelerator": "A10G", "count": 8})
+    assert "learner.memory.recompute" in refused.value.remedy
+    with pytest.raises(ConfigError, match="hold either an engine or the learner"):
+        found({"accelerator": "H200", "count": 2}, learner={"tokens_per_microbatch": 2048})
+
+
+def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_the_learner() -> None:
+    spread = {"answer_tokens": {"kind": "lognormal", "mean": 300, "cv": 1.0}}
+    cluster = {"accelerator": "H100", "count": 16}
+    gains = plan(
+        make_site(asked(), ClusterFile(cluster=Cluster(**cluster), workload=Workload.model_validate(spread))),
+        RealClock(),
+    )
+    assert gains.asked.tok_s > 1.1 * gains.synchronous.tok_s
+    assert any("Asynchrony gains" in line for line in in_words(gains, bound))
+    assert gains.best.tok_s >= gains.asked.tok_s * 0.98
+    assert len(gains.tried) > 8
+    # two accelerators, and generation is nearly free: half of them idle, while in turn both would train
+    constant = {"accelerator": "H200", "count": 2, "generation_tok_s": 1e6, "training_tok_s": 5e3}
+    small = {"path": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}
+    loses = plan(
+        make_site(
+            asked(model=small), ClusterFile(cluster=Cluster(**constant), workload=Workload.model_validate(spread))
+        ),
+        RealClock(),
+    )
+    said = " ".join(in_words(loses, bound))
+    assert "Asynchrony loses" in said
+    assert "learner-bound" in said
+    assert "constant rates" in said
+    assert loses.best.choice.shared
+    assert plan_png(loses)[:4] == b"\x89PNG"
+
+
+def test_line_of_a_dry_run_names_view_rate_and_what_holds_it_up() -> None:
+    line = verdict_line(found({"accelerator": "H100", "count": 16}), bound)
+    assert line.startswith("Plan (16 × H100; roofline: 60%")
+    assert "trained tokens/s" in line
+    assert "-bound" in line or "taking turns" in line
+
+
+def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_path: Path) -> None:
+    run, cluster = tmp_path / "run.toml", tmp_path / "cluster.toml"
+    run.write_text(
+        '[model]\npath = "qwen3-0.6b"\ndtype = "bfloat16"\n[engine]\nmax_new_tokens = 64\n'
+        "[flow]\ngroups_per_step = 4\ngroup_size = 2\n[algo]\ncorrection = 'tis'\n"
+    )
+    cluster.write_text(
+        '[cluster]\naccelerator = "H100"\ncount = 8\n[workload]\nanswer_tokens = 40\nprompt_tokens = 10\n'
+    )
+    runner = CliRunner()
+    both = ["plan", str(run), "--cluster", str(cluster)]
+    # model.path is made absolute in a run file: its last part is what the catalogue knows
+    told = runner.invoke(app, [*both, "--generation", "4"])
+    assert told.exit_code == 0, told.output
+    assert "As asked: 4 generate" in told.output
+    tree = json.loads(runner.invoke(app, [*both, "--generation", "4", "--json"]).output)
+    assert tree["asked"]["generation"] == 4
+    assert {"view", "fit", "best", "synchronous", "tried", "words"} <= set(tree)
+    cluster.write_text('[cluster]\naccelerator = "H100"\ncount = 8\nnodes = 2\n')
+    refused = runner.invoke(app, both)
+    assert isinstance(refused.exception, ConfigError)
+    assert "cluster.nodes" in str(refused.exception)
