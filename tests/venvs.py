@@ -37,6 +37,11 @@ def python_with(*needs: str, no_deps: tuple[str, ...] = ()) -> Path:
     return python
 
 
+def python_with_ray() -> Path:
+    """The Python of a cluster's nodes."""
+    return python_with("ray>=2.49")
+
+
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     if done.returncode:

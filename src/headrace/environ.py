@@ -100,11 +100,13 @@ def rank_place() -> RankPlace:
     )
 
 
-def rank_environment(place: RankPlace) -> dict[str, str]:
-    """What a rank on this machine is told: its place, and that the others are on this machine, too."""
-    return {
+def rank_environment(place: RankPlace, interface: str = "") -> dict[str, str]:
+    """What a rank is told: its place, and which network interface leads to the others; without one they are on this
+    machine, too."""
+    known = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.world),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": interface or ("lo0" if sys.platform == "darwin" else "lo"),
     }
+    return {**known, "NCCL_SOCKET_IFNAME": interface} if interface else known

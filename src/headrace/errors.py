@@ -16,6 +16,7 @@
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
         ├── ComponentDied            a process ended that should not have
+        │   ├── LearnerLost          the learner's, or that of a rank: the run can go on from its last snapshot
         │   └── RankLost             a rank of the learner that cannot go on without another one
         ├── StallError               nothing moved for the stall timeout
         ├── DeadlineError            one wait took longer than it may
@@ -111,6 +112,11 @@ class RunError(HeadraceError):
 
 class ComponentDied(RunError):
     """A process of the run ended that should not have."""
+
+
+class LearnerLost(ComponentDied):
+    """The process of the learner, or of one of its ranks, ended without a word: the run can go on from its last
+    snapshot."""
 
 
 class RankLost(ComponentDied):

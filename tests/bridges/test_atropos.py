@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+import shutil
+import subprocess
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,9 @@ from headrace.policy import Sample, Tokens
 from tests.bridges.test_own_environments import free_port
 from tests.bridges.test_own_environments import serving as program
 from tests.venvs import python_with
+
+NEEDS = ("aiofiles", "aiohttp", "fastapi", "jsonlines", "pydantic-cli", "tenacity", "wandb", "transformers<5")
+"""What atroposlib 0.4.0 imports, that the tests do not have. It reads chat templates as transformers did before 5."""
 
 
 def sampled(*ids: int, version: int = 3) -> Tokens:
@@ -144,6 +152,116 @@ def test_batches_of_the_real_server_are_trained(model_dir: Path) -> None:
     assert versions[0] == 0
     assert max(versions) > 0
     assert all(answer["status"] == "received" for answer in log)
+
+
+ENVIRONMENT = '''
+    """How many digits: an environment of Atropos, as its documentation says to write one."""
+
+    from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+    from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+
+
+    class Digits(BaseEnv):
+        name = "digits"
+
+        @classmethod
+        def config_init(cls):
+            about = BaseEnvConfig(group_size=4, use_wandb=False, wandb_name="digits", max_token_length=64)
+            return about, [APIServerConfig()]
+
+        async def setup(self):
+            self.asked = 0
+
+        async def get_next_item(self):
+            self.asked += 1
+            return {"question": f"{self.asked % 50}?"}
+
+        async def evaluate(self, *args, **kwargs):
+            pass
+
+        async def collect_trajectories(self, item):
+            said = [{"role": "user", "content": item["question"]}]
+            completions = await self.server.chat_completion(
+                messages=said, n=self.config.group_size, max_tokens=6, temperature=1.0
+            )
+            group = ScoredDataGroup(tokens=[], masks=[], scores=[])
+            for choice in completions.choices:
+                text = choice.message.content
+                told = tokenize_for_trainer(
+                    self.tokenizer, [*said, {"role": "assistant", "content": text}], finish_reason=choice.finish_reason
+                )
+                group["tokens"].append(told["tokens"])
+                group["masks"].append(told["masks"])
+                group["scores"].append(float(sum(each.isdigit() for each in text)))
+            return group, []
+
+
+    if __name__ == "__main__":
+        Digits.cli()
+'''
+
+
+NUM_BATCHES = 8
+"""The environment is ahead by three batches: what it asks later, later weights answer."""
+
+
+@contextmanager
+def playing(python: Path, file: Path, *flags: str) -> Iterator[None]:
+    """The environment's own program for the body's duration; what it prints lies beside it."""
+    with file.with_suffix(".log").open("w") as printed:
+        playing = subprocess.Popen([str(python), str(file), "serve", *flags], stdout=printed, stderr=printed)
+    try:
+        yield
+    finally:
+        playing.kill()
+        playing.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_environment_of_the_library_is_trained_as_it_is(model_dir: Path, tmp_path: Path) -> None:
+    python = python_with(*NEEDS, no_deps=("atroposlib==0.4.0",))
+    (file := tmp_path / "digits.py").write_text(textwrap.dedent(ENVIRONMENT))
+    policy = headrace.Policy.load(model_dir, lr=1e-2, loss="grpo", engine={"max_context": 64, "max_sequences": 16})
+    port, where = free_port(), free_port()
+
+    async def train(queue_url: str) -> tuple[list[list[Group]], Answers]:
+        about = Registration(batch_size=8, max_token_len=64, num_steps=NUM_BATCHES)
+        async with (
+            policy,
+            serving(policy, port=where) as answers,
+            registered(queue_url, answers, about, timeout_s=120) as queue,
+        ):
+            return [await step(policy, groups) async for groups in first(queue.batches(), NUM_BATCHES)], answers
+
+    start = "import sys, uvicorn; from atroposlib.api import app; uvicorn.run(app, port=int(sys.argv[1]))"
+    with program(python, "-c", start, str(port), port=port) as url:
+        flags = {
+            "--env.tokenizer_name": str(readable_before(model_dir, tmp_path / "tokenizer")),
+            "--env.rollout_server_url": url,
+            "--openai.base_url": f"http://127.0.0.1:{where}/v1",
+            "--openai.model_name": "policy",
+            "--openai.api_key": "none",
+        }
+        with playing(python, file, *(word for flag in flags.items() for word in flag)):
+            trained, answers = asyncio.run(train(url))
+    assert policy.version == NUM_BATCHES
+    assert all(len(group.sequences) == 4 for groups in trained for group in groups)
+    assert answers.num_marked > 0
+    assert answers.num_unknown < 0.3 * answers.num_marked  # its text is tokenized again: special tokens are lost
+    versions = [int(tokens.versions_T.max()) for groups in trained for group in groups for tokens in group.sequences]
+    assert versions[0] == 0
+    assert max(versions) > 0
+
+
+def readable_before(model_dir: Path, to: Path) -> Path:
+    """The tokenizer for the library's transformers, of the version before."""
+    to.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(model_dir / name, to / name)
+    told = json.loads((model_dir / "tokenizer_config.json").read_text())
+    (to / "tokenizer_config.json").write_text(json.dumps({**told, "tokenizer_class": "PreTrainedTokenizerFast"}))
+    return to
 
 
 def test_a_group_that_does_not_fit_together_is_refused() -> None:

@@ -94,7 +94,23 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
         (["flow.min_episodes=9"], "flow.min_episodes=9 is more than flow.group_size=8"),
         (["algo.loss='dpo'"], "algo.loss='dpo' with its corrections reads pairs"),
         (["algo.loss='distill'"], "algo.loss='distill' learns from a teacher, and there is none"),
-        (["learner.teacher.kind='ema'"], "learner.teacher.kind='ema' has no effect"),
+        (["learner.teachers=[{kind='ema'}]"], r"learner.teachers \(kind 'ema'\) has no effect"),
+        (
+            ["algo.loss='distill'", "learner.teachers=[{kind='ema'}, {kind='frozen', engine={name='a'}}]"],
+            "the one of kind 'ema' has no engine",
+        ),
+        (
+            ["algo.loss='distill'", "learner.teachers=[{kind='frozen', engine={}}, {kind='frozen', engine={}}]"],
+            r"could not tell them apart by the names \[''\]",
+        ),
+        (
+            ["algo.loss='distill'", "learner.teachers=[{kind='ema'}]", "learner.teacher_column='subject'"],
+            "learner.teacher_column='subject' has no effect",
+        ),
+        (
+            ["algo.loss='distill'", "learner.teachers=[{kind='frozen', engine={prompt='{prompt} {'}}]"],
+            "engine.prompt cannot be filled in",
+        ),
         (["algo.old='kept'"], "algo.old='kept', and learner.old does not say which weights"),
         (["learner.old.kind='ema'"], "learner.old.kind='ema' has no effect with algo.old='learner'"),
         (["learner.memory.masters=false"], "learner.memory.masters=false has no effect"),

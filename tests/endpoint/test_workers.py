@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from headrace.clock import RealClock
-from headrace.launch.child import Child, Site
+from headrace.launch.child import Child, Errand, Site
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.endpoint import Endpoint
 from tests.endpoint.harness import HANG, SAMPLING, TASK, ScriptedEngine, open_episode, sampled_in
@@ -65,7 +66,8 @@ async def crew(directory: Path) -> AsyncIterator[Crew]:
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            children.append(await Child.start(site, name, start, 1, peer))
+            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            children.append(await Child.start(site, errand, Here()))
             return children[-1]
 
         pool = EnvPool(

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import EpisodeError
-from headrace.launch.child import Child, Site
+from headrace.launch.child import Child, Errand, Site
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import UNLIMITED, Conversations, Limits
 from headrace.types.task import Task
@@ -90,7 +91,8 @@ async def crew(
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            child = await Child.start(site, name, start, 1, peer)
+            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            child = await Child.start(site, errand, Here())
             children.append(child)
             return child
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import DeadlineError, HeadraceError, RunError, WeightsError
 from headrace.launch import channel
-from headrace.launch.channel import ControllerChannel, PartChannel, address
+from headrace.launch.channel import ControllerChannel, PartChannel, ends_in
 from headrace.launch.clients.peer import Peer
 from headrace.types.messages import controller, engine
 from headrace.types.messages.codec import Codec
@@ -35,12 +35,12 @@ class Line:
         self.directory = directory
         self.ours = ControllerChannel(directory, "engine", controller.Message)
         self.peer = Peer("engine", self.ours, token=TOKEN, on_spans=lambda _: None)
-        self.theirs = PartChannel(directory, "engine", engine.Message)
+        self.theirs = PartChannel(self.ours.ends, engine.Message)
 
     def say_raw(self, data: bytes) -> None:
         """Bytes in place of a message of the part."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-            socket.connect(address(self.directory, "engine", "reports"))
+            socket.connect(ends_in(self.directory, "engine").reports)
             socket.send(data)
 
 
@@ -181,7 +181,7 @@ def test_orders_to_a_part_that_is_still_starting_or_has_just_ended_are_no_error(
             ours = ControllerChannel(Path(directory), "engine", controller.Message)
             try:
                 ours.send(Shutdown())  # nobody is there
-                theirs = PartChannel(Path(directory), "engine", engine.Message)
+                theirs = PartChannel(ours.ends, engine.Message)
                 try:
                     assert await asyncio.to_thread(theirs.receive, 5.0) == [Shutdown()]
                 finally:

@@ -14,6 +14,7 @@ from headrace.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child
 from headrace.launch.clients.peer import Peer
+from headrace.launch.here import LocalProcess
 from headrace.launch.hosts import LOST
 from headrace.launch.local import _watch
 from tests.launch.workers import site
@@ -30,7 +31,7 @@ async def child(directory: Path, name: str, code: str) -> tuple[Child, asyncio.s
     theirs, ours = os.pipe()
     os.close(theirs)
     peer = Peer(name, ControllerChannel(directory, name, object), token="t", on_spans=lambda _: None)
-    return Child(name, peer, process, directory / f"{name}.log", ours), process
+    return Child(name, peer, LocalProcess(process, ours), directory / f"{name}.log"), process
 
 
 async def first_cause(directory: Path, killed: bool | None) -> str:

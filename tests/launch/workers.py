@@ -15,9 +15,10 @@ import numpy as np
 import psutil
 
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Child, Site
+from headrace.launch.child import Child, Errand, Site
 from headrace.launch.clients import ScorerPool, Terms
 from headrace.launch.clients.peer import ForeignPeer, Peer
+from headrace.launch.here import Here
 from headrace.launch.starts import Keep, ScorerStart, Start
 from headrace.scoring import FunctionReward, Scores
 from headrace.types.messages import scorer
@@ -41,7 +42,7 @@ async def start_child(place: Site, name: str, start: Start, token: str = TOKEN) 
         kind = ForeignPeer if isinstance(start, ScorerStart) else Peer
         return kind(name, channel, token=token, on_spans=place.on_spans)
 
-    return await Child.start(place, name, start, 1, peer)
+    return await Child.start(place, Errand(name=name, start=start, num_threads=1, make_peer=peer), Here())
 
 
 @dataclass(slots=True, kw_only=True)

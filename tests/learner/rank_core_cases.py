@@ -102,7 +102,7 @@ def taught(directory: Path) -> Found:
     cases = (("model", {"data": 2}), ("model", {"tensor": 2}), ("frozen", {"data": 2}), ("frozen", {"context": 2}))
     found = []
     for kind, layout in cases:
-        config = {"teacher": {"kind": kind, "path": str(directory / "other")}, "top_k": 5}
+        config = {"teachers": [{"kind": kind, "path": str(directory / "other")}], "top_k": 5}
         learner = _learner(directory, layout, algo=DISTIL, config=config)
         metrics = learner.forward_backward(random_batch(num_samples=7))
         expected = _expected(directory, "taught")

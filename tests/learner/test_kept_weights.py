@@ -275,4 +275,4 @@ def test_an_objective_that_reads_what_nobody_keeps_is_refused(model_dir):
     assert "learner.old" in refusal.value.remedy
     with pytest.raises(ConfigError, match="top_k") as refusal:
         replace(Setup(model_dir=model_dir), algo={"loss": "distill"}).learner()
-    assert "learner.teacher" in refusal.value.remedy
+    assert "learner.teachers" in refusal.value.remedy

@@ -56,7 +56,7 @@ def test_decay_shrinks_matrices_and_leaves_vectors():
     [
         ({"min_lr_frac": 0.5}, "learner.min_lr_frac=0.5 has no effect with learner.schedule='constant'"),
         ({"optimizer": {"momentum": 0.9}}, "learner.optimizer.momentum=0.9 has no effect"),
-        ({"top_k": 5}, "learner.top_k=5 has no effect without learner.teacher"),
+        ({"top_k": 5}, "learner.top_k=5 has no effect without learner.teachers"),
         ({"share_prefixes": True, "parallel": {"context": 2}}, "learner.share_prefixes=true with learner.parallel"),
         ({"parallel": {"expert": 2}}, "learner.parallel.expert=2 does not divide"),
         ({"critic": {"clip": 0.2}}, "learner.critic.clip=0.2 bounds"),

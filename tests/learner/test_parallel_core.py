@@ -48,7 +48,7 @@ def alone(place: Path) -> Found:
     found["loss"] = [learner.train(random_batch(step=step, num_samples=7)).metrics["loss"] for step in (2, 3)]
     found["kept"] = kept_alone(place)
     tiny(place / "other", **{**KINDS["dense"], "seed": 9})
-    teacher = {"teacher": {"kind": "model", "path": str(place / "other")}, "top_k": 5}
+    teacher = {"teachers": [{"kind": "model", "path": str(place / "other")}], "top_k": 5}
     learner = Setup(model_dir=place / "dense", algo=DISTIL, config={**CONFIG, **teacher}).learner()
     found["taught"] = learner.forward_backward(batch).metrics["loss"]
     save_file(gradients(learner), place / "taught.gradients")

@@ -26,7 +26,7 @@ def distiller(model_dir, teacher: dict, divergence: str = "forward", **config: o
         model_dir=model_dir,
         temperature=TEMPERATURE,
         algo={"loss": {"kind": "distill", "divergence": divergence}},
-        config={"teacher": teacher, "top_k": K, **config},
+        config={"teachers": [teacher], "top_k": K, **config},
     )
 
 
@@ -98,7 +98,7 @@ def test_distilling_a_teacher_makes_a_model_like_it(model_dir, teacher_dir):
 def test_reverse_kl_credits_each_token_with_what_the_teacher_thinks_of_it(model_dir, teacher_dir):
     """As with plain advantages A + β (log ν − log μ), computed independently."""
     algo = {"loss": "grpo", "advantage": {"kind": "reverse_kl", "beta": 0.5}}
-    config = {"teacher": {"kind": "model", "path": str(teacher_dir)}, "tokens_per_microbatch": 20}
+    config = {"teachers": [{"kind": "model", "path": str(teacher_dir)}], "tokens_per_microbatch": 20}
     learner = Setup(model_dir=model_dir, algo=algo, config=config).learner()
     batch = random_batch(0)
     found = learner.forward_backward(batch).metrics

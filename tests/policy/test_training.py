@@ -133,7 +133,7 @@ def test_custom_loss_is_given_the_kept_policies(model_dir):
 
 def test_an_advantage_that_a_teacher_gives_is_refused(model_dir):
     with pytest.raises(ConfigError, match=r"advantage='reverse_kl' is for runs"):
-        load(model_dir, algo={"advantage": "reverse_kl"}, learner={"teacher": {"kind": "ema"}})
+        load(model_dir, algo={"advantage": "reverse_kl"}, learner={"teachers": [{"kind": "ema"}]})
 
 
 def test_loss_of_one_call_leaves_that_of_the_next_alone(model_dir):

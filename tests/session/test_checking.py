@@ -232,3 +232,97 @@ def test_the_program_tells_findings_as_json_and_by_its_exit_status(file: Path, t
     good = CliRunner().invoke(app, ["check", "env", f"{file}:Sound", *arguments])
     assert good.exit_code == 0, good.output
     assert "rewards differ: from 0 to 1" in good.stdout
+
+
+FOR_TRL = """
+    class Sums:
+        def __init__(self, bonus: float = 0.0):
+            self.bonus, self.said = bonus, ""
+
+        def reset(self, answer, **row):
+            self.answer = str(answer)
+            return " Say it with the tool."
+
+        def say(self, text: str) -> str:
+            '''Say something.
+
+            Args:
+                text: What.
+            '''
+            self.said = text
+            return "said"
+
+        def get_reward(self):
+            return self.bonus + float(self.said == "a")  # what a script calls it with
+
+    class Broken(Sums):
+        def get_reward(self):
+            return 1 / 0
+
+    class Unknown:
+        def reset(self, **row):
+            return None
+
+        def get_reward(self):
+            return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def for_trl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trl") / "made.py"
+    path.write_text(textwrap.dedent(FOR_TRL))
+    return path
+
+
+def test_a_bridge_is_checked_with_the_library_that_it_leads_to(for_trl: Path) -> None:
+    rows = [{"prompt": "3*4", **ROWS[0]}]
+    report = check_env(f"trl/{for_trl}:Sums", rows=rows, options={"bonus": 1})
+    found = {each.clause: each for each in report.findings}
+    assert report.ok, str(report)
+    assert report.kind == "bridge"
+    assert found["rewards differ"].detail == "from 1 to 2"
+    assert found["tools are described"].detail == "say"
+    assert "its state can be copied" not in found
+    broken = check_env(f"trl/{for_trl}:Broken", rows=rows)
+    assert (
+        "ZeroDivisionError"
+        in {each.clause: each.detail for each in broken.findings}["its episodes end without an error"]
+    )
+
+
+def test_where_no_row_says_what_is_right_equal_rewards_are_told_as_such(for_trl: Path) -> None:
+    report = check_env(f"trl/{for_trl}:Unknown", rows=[{"prompt": "3*4"}])
+    assert report.ok, str(report)
+    (finding,) = [each for each in report.findings if each.level is not Level.OK]
+    assert "every episode earned 0: no row says what is right" in finding.detail
+
+
+def test_a_library_that_makes_its_own_tasks_is_tried_on_the_first_of_them() -> None:
+    pytest.importorskip("reasoning_gym")
+    report = check_env("reasoning_gym/gcd", options={"size": 20})
+    assert report.ok, str(report)
+    assert report.episodes > 20
+
+
+def test_what_a_library_refuses_is_the_only_finding() -> None:
+    pytest.importorskip("reasoning_gym")
+    report = check_env("reasoning_gym/gcd", options={"no_such_setting": 1})
+    (finding,) = report.findings
+    assert (finding.clause, finding.level) == ("it can be loaded", Level.FAIL)
+    assert "no_such_setting" in finding.detail
+
+
+def test_options_are_those_of_a_bridge_alone(file: Path) -> None:
+    with pytest.raises(ConfigError, match="it is no bridge"):
+        check_env(f"{file}:Sound", options={"size": 1})
+    done = CliRunner().invoke(app, ["check", "env", f"{file}:Sound", "--option", "size=1"])
+    assert done.exit_code != 0
+
+
+def test_a_file_in_a_folder_that_is_called_like_a_library_is_a_file(tmp_path: Path, file: Path, monkeypatch) -> None:
+    (tmp_path / "gem").mkdir()
+    (tmp_path / "gem" / "my_env.py").write_text(file.read_text())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="Nobody"):
+        check_env("gem/my_env.py:Nobody")

@@ -16,13 +16,15 @@ from headrace.types.observation import StepRecord
 STEPS, QUICK_STEPS = 80, 4
 EVERY = 5
 """Steps from one refreshment of a model's own past to the next."""
-LARGER = ("learner.teacher.kind=model", "learner.teacher.path={teacher}")
+LARGER = """learner.teachers=[{{kind="model", path="{teacher}"}}]"""
+SERVED = """learner.teachers=[{{kind="model", path="{teacher}", engine={{}}}}]"""
 WAYS: dict[str, tuple[str, ...]] = {
-    "larger teacher, likeliest entries": ("algo.loss=distill", "learner.top_k=8", *LARGER),
-    "larger teacher, sampled tokens": ("algo.advantage=reverse_kl", *LARGER),
+    "larger teacher, likeliest entries": ("algo.loss=distill", "learner.top_k=8", LARGER),
+    "larger teacher, sampled tokens": ("algo.advantage=reverse_kl", LARGER),
+    "larger teacher, in an engine of its own": ("algo.loss=distill", "learner.top_k=8", SERVED),
     "own past, beside the reward": (
         *("algo.advantage.kind=reverse_kl", "algo.advantage.beta=0.05", "algo.advantage.weight=1.0"),
-        *("learner.teacher.kind=refreshed", f"learner.teacher.every={EVERY}"),
+        f"""learner.teachers=[{{{{kind="refreshed", every={EVERY}}}}}]""",
     ),
 }
 

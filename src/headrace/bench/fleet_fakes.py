@@ -14,6 +14,7 @@ from headrace.errors import ComponentDied
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import EngineStats
 from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
@@ -84,6 +85,10 @@ class Counting:
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         return tokens.logprobs_T
+
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        ids_TK = np.zeros((len(tokens), num), np.int32)
+        return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
         self._going.clear()

@@ -38,18 +38,25 @@ def loss(
 
 @app.command("env")
 def env(
-    reference: str = typer.Argument(help="my_env.py:MyEnv, my_env.py:rollout, my_reward.py:reward, or a command."),
+    reference: str = typer.Argument(
+        help="my_env.py:MyEnv, my_env.py:rollout, my_reward.py:reward, LIBRARY/WHAT of a bridge, or a command."
+    ),
     data: Path = typer.Option(None, "--data", help="Rows to try it on (.jsonl, .csv, .parquet).", show_default=False),
     num_rows: int = typer.Option(3, "--rows", min=1, help="How many of them."),
+    option: list[str] = typer.Option(
+        [], "--option", metavar="NAME=VALUE", help="One of env.options, of a bridge; may be repeated."
+    ),
     timeout_s: float = typer.Option(20.0, "--timeout", help="Seconds that an episode may take."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Run an environment, a rollout, a program or a reward against scripted models, and say what is wrong."""
+    """Run an environment, a rollout, a program, a bridge or a reward against scripted models, and say what is wrong."""
+    from headrace.config import merge, parse_override
     from headrace.env.data import load_rows
     from headrace.session.checking import check_env
 
     rows = load_rows(data)[:num_rows] if data is not None else []
-    report = check_env(reference, rows=rows, timeout_s=timeout_s)
+    options = merge({}, *(parse_override(text) for text in option))
+    report = check_env(reference, rows=rows, timeout_s=timeout_s, options=options)
     if as_json:
         print_json({"ok": report.ok, **asdict(report)})
     else:

@@ -29,9 +29,8 @@ def status(
     for part in seen["components"]:
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
-        rows.add_row(
-            readable(part["role"]), str(part["pid"]), readable(part["state"]), version, part["device"], restarts
-        )
+        where = " on ".join(filter(None, [part["device"], part["node"]]))
+        rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
     if seen["state"] == "running":
         out.print(f"phase: {readable(seen['phase'])}; loops:")
@@ -56,14 +55,17 @@ def look(run_dir: Path) -> dict[str, Any]:
         {
             "role": part.role,
             "pid": part.pid,
-            "state": part.state if psutil.pid_exists(part.pid) else "ended",
+            "state": part.state if part.node or psutil.pid_exists(part.pid) else "ended",
             "version": part.version,
             "device": part.device,
             "restarts": part.restarts,
+            "node": part.node,
         }
         for part in last.components
     ]
     alive = components[0]["state"] != "ended"
+    if not alive:  # the others end with the controller, wherever they are
+        components = [{**part, "state": "ended"} for part in components]
     ended = "killed" if summary is None else str(summary["status"])
     return {
         "run_dir": str(run_dir),

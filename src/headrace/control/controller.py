@@ -37,6 +37,7 @@ from headrace.control.saving import Saver
 from headrace.control.state import MAX_WARNINGS, RunState
 from headrace.control.summary import Summary
 from headrace.control.summing import summarize
+from headrace.errors import RunError
 from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
@@ -48,6 +49,8 @@ RECOVERY = "recovery"
 """The kind of the ledger's notes on parts that died and were started again."""
 MAX_MISMATCH = 0.05
 """Mean |log μ − log π| above which the probe warns: bfloat16 stays well below it."""
+OTHER_MODEL = 0.75
+"""The same above which the run ends: no rounding comes to that."""
 
 
 class Controller:
@@ -190,6 +193,12 @@ class Controller:
         state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.kl, mismatch.mean_abs
         said = f"engine and learner at equal weights: mean |Δ logprob| {mismatch.mean_abs:.2g}, KL {mismatch.kl:.2g}"
         state.event(f"{said}, over {mismatch.num_tokens} tokens")
+        if mismatch.mean_abs > OTHER_MODEL:
+            raise RunError(
+                f"{said}: they are not the same model",
+                remedy="give the engine the directory of model.path; a server that runs already, "
+                "engine.server.urls, may have been started with another one, or with other settings of it",
+            )
         if mismatch.mean_abs > MAX_MISMATCH:
             state.warn(f"{said}: they do not compute the same; every ratio of the loss is off by that much")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.clock import Clock
+from headrace.control.teaching import Teachers
 from headrace.engine import Crew, Engine
 from headrace.env import Environment
 from headrace.learner import Learner
@@ -68,6 +69,8 @@ class Parts(Serving):
     each of its turns."""
     run_dir: Path
     """Where checkpoints go."""
+    teachers: Teachers | None = None
+    """Who is asked about answers while they are scored; ``None``: nobody."""
     crew: Crew | None = None
     """Of engines that come and go behind ``engine``; ``None``: it is there, and stays."""
     interrupt: Interrupt = Interrupt.INFLIGHT

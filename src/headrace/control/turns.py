@@ -16,13 +16,13 @@ from headrace.rollout.branches import split
 from headrace.scoring import Graded, TurnScorer
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.task import Task
-from headrace.types.tokens import IntColumn, Tokens
+from headrace.types.tokens import IntColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    tokens: Tokens
-    """By which the turn is known again."""
+    ids_T: IntColumn
+    """Of the turn, by which it is known again."""
     start: int
     """Which of them is the first of the segment that is scored; 0 where it is the turn as a whole."""
     scoring: asyncio.Task[Graded]
@@ -61,7 +61,7 @@ class TurnScores:
         for start, end in itertools.pairwise(bounds):
             history_T = np.concatenate([prompt_ids_T, ids_T[:start]])
             scoring = self._tasks.create_task(self._score(task, history_T, ids_T[start:end], len(asked)))
-            asked.append(_Asked(tokens=turn.tokens, start=start, scoring=scoring))
+            asked.append(_Asked(ids_T=ids_T, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
         """Nobody needs the scores of that episode any more."""
@@ -82,19 +82,19 @@ class TurnScores:
 
         Turns that it does not hold any more, of an attempt that was made again for one, do not count.
         """
-        held = {id(turn.tokens): place for place, turn in enumerate(episode.turns)}
-        asked = [one for one in self._asked.pop(episode.key, ()) if id(one.tokens) in held]
+        held = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}
+        asked = [one for one in self._asked.pop(episode.key, ()) if id(one.ids_T) in held]
         graded = [await one.scoring for one in asked]
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
             return replace(failed, failure=failed.failure or "reward_none")
         if self._parts.segments is not None:
-            places = [(held[id(one.tokens)], one.start) for one in asked]
+            places = [(held[id(one.ids_T)], one.start) for one in asked]
             _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
             return Graded(reward=0.0, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
         for one, share in zip(asked, shares, strict=True):
-            place = held[id(one.tokens)]
+            place = held[id(one.ids_T)]
             turn = episode.turns[place]
             episode.turns[place] = replace(turn, reward=(turn.reward or 0.0) + share)
         return Graded(reward=sum(shares), parts=self._scorer.parts_of_turns(graded))

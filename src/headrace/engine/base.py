@@ -17,6 +17,7 @@ from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import Fork, GenerateRequest, Score
 from headrace.types.recorded import Routing
 from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
@@ -80,6 +81,11 @@ class Engine(TokenSource, Protocol):
         kept-sets and routing where they have them."""
         ...
 
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        """The same, with the ``num`` likeliest entries in the place of each token, of those with ids ``below`` that (0:
+        of all)."""
+        ...
+
     async def stage(self, update: WeightUpdate) -> float:
         """Bring ``update`` next to the engine and verify its checksums, while decoding goes on; seconds it took.
 
@@ -119,8 +125,8 @@ class Crew(Protocol):
 
 
 class EngineCore(Protocol):
-    """The machine behind an engine: not thread-safe but for :meth:`stage`, never blocking but for :meth:`step` and
-    :meth:`score`."""
+    """The machine behind an engine: not thread-safe but for :meth:`stage`, never blocking but for :meth:`step`,
+    :meth:`score` and :meth:`top_scores`."""
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Raises :class:`~headrace.errors.RequestError` if it can never be served, or if the queue is
@@ -142,6 +148,10 @@ class EngineCore(Protocol):
 
     def score(self, request: Score) -> FloatColumn:
         """One prefill between two steps."""
+        ...
+
+    def top_scores(self, request: Score) -> TopScores:
+        """The same, with the likeliest entries that are asked for."""
         ...
 
     def stage(self, update: WeightUpdate) -> None:

@@ -6,7 +6,7 @@ from headrace.engine.base import RequestOptions, TokenChunk
 from headrace.errors import EngineFull, RequestError, SequenceFailed
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import GenerateRequest
+from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn, Tokens
 
@@ -26,6 +26,19 @@ def generate_request(
         fork=options.fork,
         pinned=options.pinned,
         answer_ids_T=options.answer_ids_T,
+    )
+
+
+def score_request(call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> Score:
+    """The record of tokens that are to be scored."""
+    return Score(
+        call=call,
+        ids_T=tokens.ids_T,
+        temperature=temperature,
+        kept=tokens.kept,
+        routing=tokens.routing,
+        top_k=top_k,
+        top_below=top_below,
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.engine.capabilities import CAPABILITIES, Capabilities
+from headrace.engine.served.config import ServerConfig
+from headrace.errors import ConfigError
 from headrace.models.devices import AUTO, CPU, DeviceName
 
 LEAST_TEMPERATURE = 0.01
@@ -19,11 +22,18 @@ OWN_SHARE = 0.9
 """The same on a GPU that the engine has to itself; the rest is for what a pass makes."""
 
 
+_NATIVE_ONLY = ("cache_tokens", "max_pinned_versions", "stream_steps", "kernels")
+"""Settings that a server knows nothing of."""
+
+
 class EngineConfig(Section):
     """How sequences are sampled, and how many at once."""
 
-    kind: Literal["native"] = "native"
-    """The embedded engine."""
+    kind: Literal["native", "vllm", "sglang"] = "native"
+    """``native``: the embedded engine. ``vllm``, ``sglang``: a server of those, beside this machine's other parts; what
+    each can do stands in docs/engines.md, and what it cannot is refused."""
+    server: ServerConfig = ServerConfig()
+    """The server, where ``kind`` names one."""
     device: DeviceName = AUTO
     """Where it computes: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last of the GPUs that torch sees, the processor
     where there is none."""
@@ -62,6 +72,38 @@ class EngineConfig(Section):
     """Whether parts of the model run as fused kernels where there are any for this machine."""
     flush_tokens: int = Field(default=64, ge=1)
     """A running sequence's tokens are reported each time there are this many of them, and when it ends."""
+
+    @property
+    def can(self) -> Capabilities:
+        """What engines of that kind can do."""
+        return CAPABILITIES[self.kind]
+
+    def refuse_server(self, what: str) -> None:
+        """Raise :class:`~headrace.errors.ConfigError` unless it can compute in the process of ``what``."""
+        if not self.can.embedded:
+            raise ConfigError(
+                f"engine.kind={self.kind!r} is a server of its own, and {what} computes in its own process",
+                remedy="set engine.kind = 'native'",
+            )
+
+    @model_validator(mode="after")
+    def _settings_act(self) -> Self:
+        fields = type(self).model_fields
+        if self.kind == "native":
+            if self.server != ServerConfig():
+                raise ConfigError(
+                    "engine.server is set, and engine.kind='native' has none",
+                    remedy="set engine.kind = 'vllm' or 'sglang', or leave [engine.server] out",
+                )
+            return self
+        for name in _NATIVE_ONLY:
+            given = self.__dict__[name]
+            if given != fields[name].default:
+                raise ConfigError(
+                    f"engine.{name}={given!r} is of engine.kind='native': a server decides that by itself",
+                    remedy=f"leave it out, or say it in the words of {self.kind}: engine.server.args",
+                )
+        return self
 
     def on(self, device: str, *, shared: bool) -> Self:
         """The same, on ``device``, with a cache that leaves room for the learner if it is ``shared`` with one.

@@ -22,11 +22,12 @@ from typing import Any, Self, TypeVar
 
 from headrace.clock import Clock
 from headrace.engine.base import PLAIN, EngineCore, RequestOptions, TokenChunk
-from headrace.engine.chunks import generate_request, token_chunk
+from headrace.engine.chunks import generate_request, score_request, token_chunk
 from headrace.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError, WeightsError
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
@@ -154,10 +155,12 @@ class LocalEngine:
         self._order(lambda: self._core.abort(request_ids))
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        request = Score(
-            call=0, ids_T=tokens.ids_T, temperature=temperature, kept=tokens.kept, routing=tokens.routing
-        )  # fmt: skip
+        request = score_request(0, tokens, temperature)
         return await self._call("score", lambda: self._core.score(request))
+
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        request = score_request(0, tokens, temperature, top_k=num, top_below=below)
+        return await self._call("score", lambda: self._core.top_scores(request))
 
     async def stage(self, update: WeightUpdate) -> float:
         if self._death is not None:

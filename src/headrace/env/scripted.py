@@ -26,6 +26,11 @@ def right_answer(row: Mapping[str, Any]) -> str:
     return next((str(row[name]) for name in _ANSWERS if row.get(name) is not None), "42")
 
 
+def says_what_is_right(row: Mapping[str, Any]) -> bool:
+    """Whether a script can say it."""
+    return any(row.get(name) is not None for name in _ANSWERS)
+
+
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], place: int) -> Message:
     if place >= len(tools):
         return Message(role="assistant", content=right_answer(row))

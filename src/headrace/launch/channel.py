@@ -1,19 +1,29 @@
-"""Messages between the controller and its parts: pyzmq over sockets that only this user can open.
+"""Messages between the controller and its parts: pyzmq, two one-way sockets per part, so that a part may send from any
+of its threads while its main thread waits for orders.
 
-Two one-way sockets per part, so that a part may send from any of its threads while its main thread waits for orders.
-Who receives binds, who sends connects: a socket that connects holds its messages until the other end is there.
+    on this machine    sockets of a directory that only this user can enter. Who receives binds, who sends connects: a
+                       socket that connects holds its messages until the other end is there.
+    between machines   TCP under CURVE (encrypted; both ends prove who they are). The controller binds, with a key made
+                       for this one part: who has not been told the key is not even answered. A connection that breaks
+                       is not made again, for what was on its way would be missing unnoticed: the part ends.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
+from headrace.clock import RealClock
 from headrace.errors import RunError
 from headrace.types.messages.codec import Codec
 
@@ -21,24 +31,57 @@ MAX_AT_ONCE = 256
 """Messages that are taken before others have their turn."""
 MAX_QUEUED = 100_000
 """Messages that may wait in one direction; more means that the reader has stopped reading."""
+MAX_BYTES = 1 << 30
+"""Of one message between machines: what claims to be longer is refused before there is room made for it."""
+CONNECT_S = 20.0
+"""How long a part tries to reach a controller on another machine."""
+HEARTBEAT_S = 5
+"""How often each end of a connection between machines shows that it is there."""
+SILENCE_S = 60
+"""A connection between machines on which nothing was heard for so long is broken."""
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)  # fmt: skip
+_WATCHED = _BROKEN | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MONITOR_STOPPED
 
 
-def address(directory: Path, part: str, direction: str) -> str:
-    """Where the socket of one direction is: ``"orders"`` to the part, ``"reports"`` from it."""
-    return f"ipc://{directory / part}.{direction}"
+class Ends(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two sockets of one part are."""
+
+    orders: str
+    """To the part."""
+    reports: str
+    """From it."""
+    key: str = ""
+    """Between machines: the controller's, which nobody else is told. Empty: both are on this machine."""
+
+
+def ends_in(directory: Path, part: str) -> Ends:
+    """Of a part on this machine."""
+    return Ends(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
 
 
 class PartChannel:
-    """A part's end: blocking, for a plain loop."""
+    """A part's end: blocking, for a plain loop. Where the controller is on another machine and cannot be reached,
+    :class:`~headrace.errors.RunError`."""
 
-    def __init__(self, directory: Path, part: str, receives: Any) -> None:
+    def __init__(self, ends: Ends, receives: Any) -> None:
         self._codec = Codec(receives)
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
-        self._orders.bind(address(directory, part, "orders"))
         self._reports = _socket(self._context, zmq.PUSH)
-        self._reports.connect(address(directory, part, "reports"))
+        self._far = _Connections(ends, self._orders, self._reports) if ends.key else None
         self._sending = threading.Lock()
+        if self._far is None:
+            self._orders.bind(ends.orders)
+            self._reports.connect(ends.reports)
+            return
+        try:
+            self._far.meet()
+        except RunError:
+            self._context.destroy(0)
+            raise
 
     def receive(self, timeout_s: float) -> list[Any]:
         """Every message that is there; waits up to ``timeout_s`` for the first."""
@@ -59,40 +102,44 @@ class PartChannel:
 
     def close(self) -> None:
         """Send what is queued and close."""
+        if self._far is not None:
+            self._far.forget()
         self._orders.close(0)
         self._reports.close(2000)
         self._context.term()
 
 
 class ControllerChannel:
-    """The controller's end of the sockets of one part."""
+    """The controller's end of the sockets of one part: in ``directory``, or, for a part on another machine, at
+    ``host``, an address of this machine that the other can reach."""
 
-    def __init__(self, directory: Path, part: str, receives: Any) -> None:
+    def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
         self._part = part
         self._codec = Codec(receives)
         self._context = zmq.asyncio.Context()
         self._orders = _socket(zmq.Context(self._context), zmq.PUSH)
         self._reports = _socket(self._context, zmq.PULL)
         self._reports_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._reports)
+        self._unsent: deque[bytes] = deque()
+        self._may_wait = MAX_QUEUED if host else 0  # a socket that binds holds nothing for whoever is not there
         try:
-            self._orders.connect(address(directory, part, "orders"))
-            self._reports.bind(address(directory, part, "reports"))
+            self.ends = self._bound(host) if host else self._met(directory)
         except zmq.ZMQError as error:
             self.close()
-            raise RunError(
-                f"the sockets of {part} cannot be made in {directory}: {error}",
-                remedy="set TMPDIR to a short path (under 60 characters) that can be written",
-            ) from None
+            where, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
+            if host:
+                where, remedy = f"at {host}", "does that address belong to this machine?"
+            raise RunError(f"the sockets of {part} cannot be made {where}: {error}", remedy=remedy) from None
 
     def send(self, message: Any) -> None:
         """Queue ``message``, for a part that is still starting too; never waits."""
-        try:
-            self._orders.send(self._codec.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
+        self._unsent.append(self._codec.encode(message))
+        self._flush()
+        if len(self._unsent) > self._may_wait:
             raise RunError(
                 f"{self._part} has not read its last {MAX_QUEUED} messages",
                 remedy="look at its log in the run directory",
-            ) from None
+            )
 
     async def receive(self) -> list[Any]:
         """Every message that is there; waits for the first. Raises :class:`~headrace.errors.RunError` for bytes that
@@ -103,6 +150,7 @@ class ControllerChannel:
                 messages.append(self._decoded(self._reports_now.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
+        self._flush()
         return messages
 
     def close(self) -> None:
@@ -110,6 +158,31 @@ class ControllerChannel:
         self._orders.close(0)
         self._reports.close(0)
         self._context.term()
+
+    def _met(self, directory: Path) -> Ends:
+        ends = ends_in(directory, self._part)
+        self._orders.connect(ends.orders)
+        self._reports.bind(ends.reports)
+        return ends
+
+    def _bound(self, host: str) -> Ends:
+        public, secret = zmq.curve_keypair()
+        addresses: list[str] = []
+        for socket in (self._orders, self._reports):
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            _between_machines(socket)
+            socket.bind(f"tcp://{host}:*")
+            addresses.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        return Ends(orders=addresses[0], reports=addresses[1], key=public.decode())
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                self._orders.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unsent.popleft()
 
     def _decoded(self, data: bytes) -> Any:
         try:
@@ -120,9 +193,80 @@ class ControllerChannel:
             ) from error
 
 
+class _Connections:
+    """The two connections of a part to a controller on another machine, made once. When one of them breaks, the part
+    ends at once, with whatever it has started."""
+
+    def __init__(self, ends: Ends, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+        self._addresses = {ends.orders: orders, ends.reports: reports}
+        for socket in self._addresses.values():
+            public, secret = zmq.curve_keypair()
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, ends.key.encode())
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            _between_machines(socket)
+        self._monitors = [socket.get_monitor_socket(_WATCHED) for socket in self._addresses.values()]
+        self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
+
+    def meet(self) -> None:
+        """Make them; :class:`~headrace.errors.RunError` where that cannot be."""
+        for (address, socket), monitor in zip(self._addresses.items(), self._monitors, strict=True):
+            socket.connect(address)
+            if not self._is_met(monitor):
+                raise RunError(
+                    f"the controller at {address} cannot be reached from this machine",
+                    remedy="let this machine open TCP connections to every port of that one, and use one version of "
+                    "headrace",
+                )
+        self._watching.start()
+
+    def forget(self) -> None:
+        """They are about to be closed, as they should."""
+        for socket in self._addresses.values():
+            socket.disable_monitor()
+        self._watching.join()
+        for monitor in self._monitors:
+            monitor.close(0)
+
+    def _is_met(self, monitor: zmq.Socket[bytes]) -> bool:
+        """Whether the other end has proved who it is, and heard who this is."""
+        clock = RealClock()
+        deadline_s = clock.now() + CONNECT_S
+        while (left_s := deadline_s - clock.now()) > 0:
+            if monitor.poll(int(left_s * 1000)):
+                return _event(monitor) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return False
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        for monitor in self._monitors:
+            poller.register(monitor, zmq.POLLIN)
+        events = [_event(monitor) for monitor, _ in poller.poll()]
+        if zmq.EVENT_MONITOR_STOPPED not in events:
+            _end_all()
+
+
+def _event(monitor: zmq.Socket[bytes]) -> int:
+    return int(parse_monitor_message(monitor.recv_multipart())["event"])
+
+
+def _end_all() -> None:
+    sys.stderr.write("the connection to the controller is broken: this process ends\n")
+    sys.stderr.flush()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _socket(context: Any, kind: int) -> Any:
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
     socket.setsockopt(zmq.LINGER, 0)
     return socket
+
+
+def _between_machines(socket: Any) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_S * 1000)

@@ -4,6 +4,7 @@ of any other reaches the user as a cause.
 controller ──orders──▶ engine     steps                      ◀─┐
     │                  engine-n   where there are several      │
     │      ──orders──▶ agent-x    steps too, with weights of its own, which stay: an agent of the environment
+    │      ──orders──▶ teacher-x  reads what was sampled, with weights of its own, which stay
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers in shared memory
     │                  learner-n  its other ranks, which hear the orders of it
     │      ──orders──▶ scorer-n   calls the reward function
@@ -24,15 +25,17 @@ from headrace.clock import RealClock
 from headrace.control import Parts, Serving
 from headrace.control.credit import credit
 from headrace.control.segments import cuts_of
+from headrace.control.teaching import Teacher, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.env import SingleTurn
-from headrace.errors import ComponentDied, DeadlineError
+from headrace.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.launch.child import LAST_WORDS_S, Child
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.engines import REMEDY, Engines
 from headrace.launch.environments import environment_pool, episode_limits
 from headrace.launch.order import Order, World
 from headrace.launch.processes import Processes, premises
+from headrace.launch.starters import starting
 from headrace.models.load import read_config
 from headrace.rollout.agents import Agents
 from headrace.types.observation import Event, Recovery
@@ -51,14 +54,16 @@ async def local_world(order: Order) -> AsyncIterator[World]:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _launched(order) as processes:
         pool, envs = _scorers(processes), environment_pool(order, processes.start_environment)
-        engines, agents = processes.engines(), processes.agents()
-        for each in (engines, *agents.values()):
+        engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
+        serving = [engines, *agents.values(), *teachers.values()]
+        for each in serving:
             await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
-        async with _watched(processes, [engines, *agents.values()], pool, envs):
+        async with _watched(processes, serving, pool, envs):
             parts = Parts(
                 **_serving(order, engines, agents, pool, envs),
+                teachers=_teachers(order, teachers),
                 crew=engines.fleet,
                 learner=learner_client,
                 tasks=order.tasks,
@@ -68,9 +73,9 @@ async def local_world(order: Order) -> AsyncIterator[World]:
             )
             yield World(
                 parts=parts,
-                components=lambda: processes.components(_restarts([engines, *agents.values()])),
+                components=lambda: processes.components(_restarts(serving)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
-                send_recoveries_to=partial(_send_recoveries, [engines, *agents.values()]),
+                send_recoveries_to=partial(_send_recoveries, serving),
                 facts=processes.facts,
             )
 
@@ -95,14 +100,15 @@ async def _launched(order: Order) -> AsyncIterator[Processes]:
     """No process outlives the body; where it fails, they end at once."""
     with ExitStack() as leases:
         site, weights = premises(order, leases)
-        processes = Processes(site=site, order=order, weights=weights, leases=leases)
-        try:
-            yield processes
-        except BaseException:
-            await asyncio.gather(*(child.kill() for child in processes.children))
-            raise
-        finally:
-            await processes.end()
+        async with starting(order) as starter:
+            processes = Processes(site=site, starter=starter, order=order, weights=weights)
+            try:
+                yield processes
+            except BaseException:
+                await asyncio.gather(*(child.kill() for child in processes.children))
+                raise
+            finally:
+                await processes.end()
 
 
 @asynccontextmanager
@@ -180,6 +186,19 @@ def _serving(
     }
 
 
+def _teachers(order: Order, engines: Mapping[str, Engines]) -> Teachers | None:
+    """Those that have engines; ``None`` where none has."""
+    if not engines:
+        return None
+    return Teachers(
+        by_name={
+            name: Teacher(engine=each.fleet, terms=order.teachers[name].terms) for name, each in engines.items()
+        },
+        column=order.learner.teacher_column,
+        temperature=order.sampling.temperature,
+    )  # fmt: skip
+
+
 async def _watch(part: Sequence[Child]) -> None:
     """Raise when one of the processes of a part dies. The others follow it: told is what became of the first."""
     async with asyncio.TaskGroup() as group:
@@ -194,7 +213,8 @@ async def _watch(part: Sequence[Child]) -> None:
     first = min(ended, key=lambda death: deaths[death].lost)
     if words := deaths[first].peer.last_words:
         raise words
-    raise ComponentDied(first.result(), remedy=REMEDY)
+    kind = LearnerLost if part[0].role == "learner" else ComponentDied
+    raise kind(first.result(), remedy=REMEDY)
 
 
 async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:

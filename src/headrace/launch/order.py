@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from headrace.algo.config import AlgoConfig
 from headrace.control import Parts
+from headrace.control.teaching import TeacherTerms
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
@@ -26,6 +27,17 @@ from headrace.types.trace import Span
 
 Facts = dict[str, dict[str, str | int | float]]
 """What each part says of itself, by role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherOrder:
+    """A teacher that is to have an engine."""
+
+    model: ModelConfig
+    """What it loads: it serves the weights of that directory."""
+    max_context: int
+    """What it reads and is asked about together may be this long, in tokens."""
+    terms: TeacherTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,8 @@ class Order:
     """Told what is worth a line."""
     branch_weight: float = 1.0
     """λ of ``flow.pivots``, where there are branches."""
+    teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
+    """Those with engines of their own, by name; one alone may have none."""
     repeats: Repeated | None = None
     """The recorded engine that a replay repeats; ``None``: this is none."""
 
@@ -86,6 +100,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """Where it computes; empty for a part that computes nothing, or is not ready."""
     restarts: int = 0
     """How often it died and was started again."""
+    node: str = ""
+    """The address of its machine; empty for that of the controller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: what each is told when it is started, and where they meet."""
+"""The processes of a run: what each is told when it is started, and where they meet."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from headrace.clock import RealClock
 from headrace.environ import num_cores, shared_memory_root
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Child, Site
+from headrace.launch.child import Child, Errand, Site, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.config import threads
 from headrace.launch.engines import Engines, EngineTerms, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.order import Component, Facts, Order
 from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, ScorerStart, Start
 from headrace.models.config import ModelConfig
+from headrace.models.devices import Devices
 from headrace.scoring import AnyReward
 from headrace.sync.config import Route
 from headrace.types.messages import engine, environment, learner, scorer
@@ -44,11 +44,11 @@ class Processes:
     """Every process of one run."""
 
     site: Site
+    starter: Starter
+    """Decides on which machine each is started."""
     order: Order
     weights: Path
     """The shared-memory file."""
-    leases: ExitStack
-    """Closed when the run is over."""
     children: list[Child] = field(default_factory=list)
     num_scorers: int = 0
     """Started so far, those that were replaced included."""
@@ -66,6 +66,13 @@ class Processes:
             for name, model in self.order.agents.items()
         }  # fmt: skip
 
+    def teachers(self) -> dict[str, Engines]:
+        """One engine for each teacher that is to have one, by name; not started yet."""
+        return {
+            name: self._engines((teacher_role(name),), teacher.model, own_weights=True)
+            for name, teacher in self.order.teachers.items()
+        }
+
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
         order = self.order
         terms = EngineTerms(
@@ -80,32 +87,31 @@ class Processes:
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         order, alone = self.order, self.order.engine.count == 1
-        names = (*engine_names(order.engine.count), *(f"agent-{agent}" for agent in order.agents))
-        settled = order.engine.of_one(names.index(name), order.devices)
-        num_threads = max(1, threads(order.launch.engine_threads, num_cores()) // len(names))
+        teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
+        names = (*engine_names(order.engine.count), *(f"agent-{agent}" for agent in order.agents), *teachers)
+        place = names.index(name)
+        alike = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
+        settled = order.engine.of_one(0 if order.launch.remote else place, alike)
+        if name in teachers:  # it samples nothing: one sequence at a time is read
+            settled = settled.model_copy(update={"max_sequences": 1, "cache_tokens": None})
+        num_threads = order.launch.threads("engine", len(names), num_cores())
         start = EngineStart(
             model=model.model_dump(mode="json"),
             engine=settled.model_dump(mode="json"),
-            max_context=order.max_context,
+            max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
             route=self._route(),
-            serve_own_weights=str(self._own_weights()) if own_weights else "",
+            own_weights=own_weights,
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
             repeats=None if own_weights else order.repeats,
         )
         self._forget_replaced()
         return await self._start(name, start, num_threads, partial(self._engine_client, name))
 
-    def _own_weights(self) -> Path:
-        """A file in shared memory that only one engine fills and reads."""
-        lease = Lease.file(shared_memory_root())
-        self.leases.callback(lease.end)
-        return lease.path
-
     async def start_learner(self) -> LearnerClient:
         order = self.order
         world = order.learner.parallel.world
-        num_threads = max(1, threads(order.launch.learner_threads, num_cores()) // world)
+        num_threads = order.launch.threads("learner", world, num_cores())
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
             learner=self._learner_on(0),
@@ -177,6 +183,7 @@ class Processes:
                     version=version,
                     device=device,
                     restarts=restarts.get(child.role, 0),
+                    node=child.node,
                 )
             )
         return parts
@@ -193,6 +200,7 @@ class Processes:
             "environment": environment.Shutdown(),
             "learner": learner.Shutdown(),
             "scorer": scorer.Shutdown(),
+            "teacher": engine.Shutdown(),
         }
         ends = [child.end(farewells[child.role.partition("-")[0]]) for child in self.children]
         await asyncio.gather(*ends)
@@ -204,7 +212,8 @@ class Processes:
         num_threads: int,
         make_peer: Callable[[ControllerChannel], Peer],
     ) -> Child:
-        child = await Child.start(self.site, name, start, num_threads, make_peer)
+        errand = Errand(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
+        child = await Child.start(self.site, errand, self.starter)
         self.children.append(child)
         return child
 
@@ -227,6 +236,15 @@ class Processes:
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
         )
+
+
+def teacher_role(name: str) -> str:
+    """What the engine of a teacher is called.
+
+    >>> teacher_role(""), teacher_role("math")
+    ('teacher', 'teacher-math')
+    """
+    return f"teacher-{name}" if name else "teacher"
 
 
 def _version(peer: Peer) -> int | None:

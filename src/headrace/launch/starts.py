@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.environ import RankPlace, engine_environment, rank_environment
+from headrace.launch.channel import Ends
 from headrace.sync.config import Route
 
 
@@ -36,9 +37,10 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_threads: int
     route: Route = Route()
     """How a learner's weights arrive."""
-    serve_own_weights: str = ""
-    """A shared-memory file through which to take the weights of its own directory as version 0; empty: wait for a
-    learner's."""
+    own_weights: bool = False
+    """Whether to take the weights of its own directory as version 0, and not wait for a learner's."""
+    memory: str = ""
+    """With ``own_weights``: a shared-memory file that they go through. Whoever starts the process makes it."""
     interleaving: str = ""
     """Where to record what it is told between which steps; empty: nowhere."""
     repeats: Repeated | None = None
@@ -64,14 +66,16 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int = 0
     """Which rank; the first hears orders, answers and publishes."""
     world: int = 1
-    """Ranks altogether, all on this machine."""
+    """Ranks altogether."""
     rendezvous: str = ""
     """Where they meet: torch's ``init_method``."""
+    interface: str = ""
+    """The network interface that leads to the other ranks; empty: all are on this machine."""
 
     @property
     def place(self) -> RankPlace:
-        """Of this rank."""
-        return RankPlace(rank=self.rank, local_rank=self.rank, world=self.world)
+        """Of this rank. Where a cluster places each by itself, the devices that it sees are its own."""
+        return RankPlace(rank=self.rank, local_rank=0 if self.interface else self.rank, world=self.world)
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,15 +123,25 @@ def extra_environment(start: Start) -> dict[str, str]:
     """Environment variables that such a process needs beyond those of every process of the run."""
     if isinstance(start, EngineStart):
         return engine_environment()
-    return rank_environment(start.place) if isinstance(start, LearnerStart) and start.world > 1 else {}
+    if isinstance(start, LearnerStart) and start.world > 1:
+        return rank_environment(start.place, start.interface)
+    return {}
 
 
-def write_start(path: Path, start: Start) -> None:
-    """Write it for a child to read; ``OSError`` where that cannot be done."""
-    path.write_bytes(msgspec.json.encode(start))
+class Briefing(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a process is told."""
+
+    start: Start
+    ends: Ends
+    """Where it hears orders, and reports."""
 
 
-def read_start(path: Path) -> Start:
+def write_briefing(path: Path, briefing: Briefing) -> None:
+    """Write it for a process to read; ``OSError`` where that cannot be done."""
+    path.touch(0o600)
+    path.write_bytes(msgspec.json.encode(briefing))
+
+
+def read_briefing(path: Path) -> Briefing:
     """What this process is to be."""
-    start: Start = msgspec.json.decode(path.read_bytes(), type=Start)
-    return start
+    return msgspec.json.decode(path.read_bytes(), type=Briefing)

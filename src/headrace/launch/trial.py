@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from headrace.clock import RealClock
-from headrace.launch.child import Child, Site
+from headrace.launch.child import Child, Errand, Site
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.endpoint import Endpoint
 from headrace.types.sampling import Sampling
@@ -32,7 +33,8 @@ async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[s
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            children.append(await Child.start(site, name, start, 1, peer))
+            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            children.append(await Child.start(site, errand, Here()))
             return children[-1]
 
         pool = EnvPool(start_worker, terms, warn=warn, listening=_listening)

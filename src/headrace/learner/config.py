@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from headrace.config import Section
 from headrace.errors import ConfigError
-from headrace.learner.companions.config import Frozen, KeptConfig, PolicyConfig
+from headrace.learner.companions.config import Frozen, KeptConfig, OwnEngine, PolicyConfig, ServedTeacher, TeacherConfig
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.devices import AUTO, DeviceName
@@ -20,8 +20,8 @@ COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected"})
 SETTINGS = {
     "log_ref": "learner.reference",
     "log_old of kept weights": "learner.old",
-    "top_k": "learner.teacher",
-    "log_nu": "learner.teacher",
+    "top_k": "learner.teachers",
+    "log_nu": "learner.teachers",
 }
 """What else it may ask, and the setting that says of whom."""
 
@@ -71,8 +71,11 @@ class LearnerConfig(Section):
     is, with a penalty or without. Unset: the weights that the run begins with, if the loss has a penalty; else none."""
     old: KeptConfig | None = None
     """Whose π_old is, where ``algo.old = "kept"``."""
-    teacher: PolicyConfig | None = None
-    """The policy that is distilled: by ``algo.loss = "distill"``, or by ``algo.advantage = "reverse_kl"``."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """Who is distilled, by ``algo.loss = "distill"`` or by ``algo.advantage = "reverse_kl"``, a table
+    ``[[learner.teachers]]`` for each: one beside the learner, or any number with engines of their own."""
+    teacher_column: str = "teacher"
+    """The column of a row that names its teacher, where there are several."""
     top_k: int = Field(default=64, ge=1)
     """How many of the teacher's likeliest entries are compared at each token; what remains is one more entry.
     All entries of a vocabulary that has fewer."""
@@ -80,10 +83,21 @@ class LearnerConfig(Section):
     """The critic that ``algo.advantage = "gae"`` needs; without that there is none."""
 
     @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        """Those that are asked for log-probabilities, by the names of their settings."""
-        named = {"reference": self.reference, "old": self.old, "teacher": self.teacher}
+    def policies(self) -> dict[str, PolicyConfig | TeacherConfig]:
+        """Those that the learner asks for log-probabilities, by the names of their settings."""
+        named = {"reference": self.reference, "old": self.old, "teachers[0]": self.own_teacher}
         return {name: config for name, config in named.items() if config is not None}
+
+    @property
+    def own_teacher(self) -> TeacherConfig | None:
+        """The one that the learner computes."""
+        return next((each for each in self.teachers if engine_of(each) is None), None)
+
+    @property
+    def served_teachers(self) -> dict[str, tuple[ServedTeacher, OwnEngine]]:
+        """Those with engines of their own, by name."""
+        found = [(each, engine_of(each)) for each in self.teachers]
+        return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
         """The same, with the reference that a loss with a penalty has by default, if ``columns`` ask for one."""
@@ -93,10 +107,32 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _top_k_has_a_teacher(self) -> LearnerConfig:
-        if self.teacher is None and self.top_k != type(self).model_fields["top_k"].default:
+        if not self.teachers and self.top_k != type(self).model_fields["top_k"].default:
             raise ConfigError(
-                f"learner.top_k={self.top_k} has no effect without learner.teacher",
-                remedy="set learner.teacher, or leave learner.top_k out",
+                f"learner.top_k={self.top_k} has no effect without learner.teachers",
+                remedy="add a table [[learner.teachers]], or leave learner.top_k out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_can_name_their_teachers(self) -> LearnerConfig:
+        several = len(self.teachers) > 1
+        if several and self.own_teacher is not None:
+            raise ConfigError(
+                f"learner.teachers has {len(self.teachers)}, and the one of kind {self.own_teacher.kind!r} has no "
+                "engine: beside the learner there is one teacher alone",
+                remedy="give each of them an engine: engine = { name = '...' }, of kind 'model' or 'frozen'",
+            )
+        if several and (len(self.served_teachers) < len(self.teachers) or "" in self.served_teachers):
+            raise ConfigError(
+                f"learner.teachers has {len(self.teachers)}, and rows could not tell them apart by the names "
+                f"{sorted(self.served_teachers)}",
+                remedy="give each of them a name of its own: engine = { name = '...' }",
+            )
+        if not several and self.teacher_column != type(self).model_fields["teacher_column"].default:
+            raise ConfigError(
+                f"learner.teacher_column={self.teacher_column!r} has no effect: there are not several teachers",
+                remedy="leave learner.teacher_column out",
             )
         return self
 
@@ -118,3 +154,8 @@ class LearnerConfig(Section):
                 remedy="set learner.share_prefixes = false, or learner.parallel.context = 1",
             )
         return self
+
+
+def engine_of(teacher: TeacherConfig) -> OwnEngine | None:
+    """The engine that a teacher has; ``None``: the learner computes it."""
+    return teacher.engine if isinstance(teacher, ServedTeacher) else None

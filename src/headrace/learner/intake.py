@@ -23,7 +23,7 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
     ``routed`` cannot train on, or whose samples do not fit in a micro-batch of ``budget`` tokens."""
     problem = (
         _misaligned(batch) or _untrainable(batch, vocab_size) or _kept_of_others(batch, vocab_size)
-        or _routed_otherwise(batch, routed)
+        or _routed_otherwise(batch, routed) or _taught_others(batch, vocab_size)
     )  # fmt: skip
     if problem:
         raise RunError(
@@ -87,6 +87,16 @@ def _routed_otherwise(batch: Batch, routed: RoutedModel | None) -> str:
     if routed is None:
         return "it holds the routing of a mixture of experts, and the model has none that can be replayed"
     return batch.routing.problem(batch.num_tokens) or routed.problem(batch.routing.experts_RLK)
+
+
+def _taught_others(batch: Batch, vocab_size: int) -> str:
+    if batch.taught is None:
+        return ""
+    if problem := batch.taught.problem(batch.num_tokens):
+        return problem
+    ids_NK = batch.taught.ids_TK
+    outside = ids_NK[(ids_NK < 0) | (ids_NK >= vocab_size)]
+    return f"a teacher's entry is {outside[0]}, the model knows 0 to {vocab_size - 1}" if len(outside) else ""
 
 
 def layout(batch: Batch, mask_N: Tensor) -> BatchLayout:

@@ -51,6 +51,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_device(self) -> Self:
+        self.engine.refuse_server("a policy of a loop of its own")
         for name, given in (("engine", self.engine.device), ("learner", self.learner.device)):
             if given != AUTO:
                 raise ConfigError(
@@ -65,7 +66,13 @@ class PolicyConfig(Section):
             raise ConfigError(
                 f"a policy of a loop of its own takes the advantages that it is given: algo.advantage="
                 f"{self.algo.advantage.kind!r} is for runs",
-                remedy="set algo.loss = 'distill' to learn from learner.teacher",
+                remedy="set algo.loss = 'distill' to learn from learner.teachers",
+            )
+        if self.learner.served_teachers:
+            raise ConfigError(
+                "a policy of a loop of its own starts no engines, and learner.teachers has one with an engine",
+                remedy="leave engine out of its table: the learner computes it; or give batches whose taught column "
+                "says what a teacher says",
             )
         return self
 

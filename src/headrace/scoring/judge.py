@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import string
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
+from headrace.config.filling import fields_of
 from headrace.environ import secret
 from headrace.errors import ConfigError
 from headrace.scoring.base import Grader, RewardSection, Scores
@@ -93,7 +93,8 @@ class JudgeReward(RewardSection):
             raise ConfigError(
                 f"env.rewards {self.label!r}: scale={list(self.scale)} has no room", remedy="write scale = [0, 10]"
             )
-        if "completion" not in _fields(self.prompt, self.label):
+        known = "{prompt}, {completion}, {history}"
+        if "completion" not in fields_of(self.prompt, f"env.rewards {self.label!r}: prompt", known):
             raise ConfigError(
                 f"env.rewards {self.label!r}: prompt does not show the answer: it has no {{completion}}",
                 remedy="put {completion} where the answer belongs",
@@ -204,23 +205,6 @@ async def _bounded(response: httpx.Response) -> bytes:
         if len(data) > MAX_REPLY:
             raise Unscorable(f"the judge's reply is longer than {MAX_REPLY} bytes", remedy="lower max_tokens")
     return bytes(data)
-
-
-def _fields(template: str, label: str) -> set[str]:
-    """The names that a template asks for; :class:`ConfigError` for one that cannot be filled in."""
-    try:
-        fields = [(name, spec) for _, name, spec, _ in string.Formatter().parse(template) if name is not None]
-    except ValueError as error:
-        raise ConfigError(
-            f"env.rewards {label!r}: prompt cannot be filled in: {error}", remedy="double braces that are meant: {{ }}"
-        ) from None
-    for name, spec in fields:
-        if not name.isidentifier() or spec:
-            raise ConfigError(
-                f"env.rewards {label!r}: prompt asks for {name!r}, which is no plain name",
-                remedy="write {prompt}, {completion}, {history} or the name of a column; double braces that are meant",
-            )
-    return {name for name, _ in fields}
 
 
 def _filled(template: str, request: Score) -> str:

@@ -1,4 +1,5 @@
-"""``headrace check env``: whether an environment, a rollout, a program or a reward can be trusted with a run, in words.
+"""``headrace check env``: whether an environment, a rollout, a program, a bridge or a reward can be trusted with a run,
+in words.
 
 It is run in an environment worker as a run would run it, against models that say what scripts say. No weights are
 needed: what is looked at is what the user's code does.
@@ -6,7 +7,6 @@ needed: what is looked at is what the user's code does.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import itertools
 from collections import Counter
@@ -20,14 +20,14 @@ import msgspec
 import numpy as np
 
 from headrace.clock import RealClock
-from headrace.config.user_code import find_in_file
-from headrace.env import trial
 from headrace.env.blocking import blocking_calls
-from headrace.env.scripted import SCRIPTS, Script, ScriptedEpisode
+from headrace.env.scripted import SCRIPTS, Script, ScriptedEpisode, says_what_is_right
 from headrace.errors import ConfigError, EpisodeError
 from headrace.launch.clients import EnvPool, EnvTerms
+from headrace.launch.hosts import trial
 from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
+from headrace.session.references import kind_of
 from headrace.session.running import first_cause, in_own_loop
 from headrace.types.chat import Message
 from headrace.types.task import Task
@@ -38,6 +38,8 @@ MAX_LAG_S = 0.5
 """Code that keeps the loop of a worker from turning for longer than this, twice in the same episode, blocks it."""
 BLOCK_S = 2.0
 """The same where the check gives up on it."""
+NUM_TASKS = 3
+"""Tasks of a library that makes its own on which it is tried."""
 _HOPELESS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """Reasons after which nothing more is tried."""
 
@@ -80,7 +82,7 @@ class EnvReport:
 
     reference: str
     kind: str
-    """``env``, ``rollout``, ``program`` or ``reward``."""
+    """``env``, ``rollout``, ``program``, ``bridge`` or ``reward``."""
     episodes: int
     """That were tried."""
     findings: tuple[EnvFinding, ...]
@@ -125,16 +127,30 @@ class _Attempt:
         return f"row {self.row + 1}, where the model says {self.script}"
 
 
-def check_env(reference: str, *, rows: Sequence[Mapping[str, Any]] = (), timeout_s: float = 20.0) -> EnvReport:
-    """Try ``file.py:Name`` (an ``Env``, a rollout, a reward function) or the command of a program on some rows.
+def check_env(
+    reference: str,
+    *,
+    rows: Sequence[Mapping[str, Any]] = (),
+    timeout_s: float = 20.0,
+    options: Mapping[str, Any] | None = None,
+) -> EnvReport:
+    """Try ``file.py:Name`` (an ``Env``, a rollout, a reward function), the command of a program, or ``LIBRARY/WHAT`` of
+    a bridge with its ``options`` on some rows; of a bridge, unless there are any, on the tasks of the first numbers.
 
     Every row meets every script; the first two scripts twice with the same seed. An episode may take ``timeout_s``.
     Raises :class:`~headrace.errors.ConfigError` for a reference that names nothing, and what workers say that cannot
     start.
     """
-    kind, entry, tree = _kind_of(reference)
+    kind, entry, tree = kind_of(reference)
+    if options and kind != "bridge":
+        raise ConfigError(
+            f"{reference}: options {sorted(options)} have no effect, it is no bridge", remedy="leave --option out"
+        )
     blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
-    attempts = in_own_loop(lambda _: _tried(kind, entry, list(rows) or [{}], timeout_s))
+    numbered = [{"number": number} for number in range(NUM_TASKS)]
+    tried = list(rows) or (numbered if kind == "bridge" else [{}])
+    order = {"kind": kind, "entry": entry, "options": dict(options or {})}
+    attempts = in_own_loop(lambda _: _tried(order, tried, timeout_s))
     return EnvReport(
         reference=reference,
         kind=kind,
@@ -144,31 +160,12 @@ def check_env(reference: str, *, rows: Sequence[Mapping[str, Any]] = (), timeout
     )
 
 
-def _kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
-    """What it is, the reference with a full path, and the file's syntax."""
-    if ".py:" not in reference:
-        return "program", reference, None
-    path, name = find_in_file(reference, "the environment")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    entry = f"{path.resolve()}:{name}"
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return "env", entry, tree
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            parameters = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
-            is_reward = bool(parameters & {"completion", "completions"})
-            return ("reward" if is_reward else "rollout"), entry, tree
-    raise ConfigError(
-        f"{reference}: {name!r} is no class and no function that this file defines",
-        remedy="name the file that defines it",
-    )
-
-
-async def _tried(kind: str, entry: str, rows: Sequence[Mapping[str, Any]], timeout_s: float) -> list[_Attempt]:
+async def _tried(named: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float) -> list[_Attempt]:
+    """``named``: what is tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     terms = EnvTerms(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=60.0, scored=False)
     attempts = _plan(rows)
-    orders = [{"kind": kind, "entry": entry, "row": dict(rows[attempt.row])} for attempt in attempts]
+    orders = [{**named, "row": dict(rows[attempt.row])} for attempt in attempts]
     try:
         async with trial_pool(start, terms, lambda _: None) as pool:
             return await _one_by_one(pool, attempts, orders, timeout_s)
@@ -284,6 +281,9 @@ def _rewards_differ(attempts: Sequence[_Attempt]) -> EnvFinding | None:
         "scripts): a model learns nothing from equal rewards. Is the answer compared as it should be, and in a column "
         "'answer' (give rows with --data)?"
     ] if low == high else []  # fmt: skip
+    if wrong and not any(says_what_is_right(attempt.talk.row) for attempt in attempts):
+        wrong = [f"every episode earned {low:g}: no row says what is right in a column 'answer', so no script did "
+                 "either; that may be as it should be (give rows that say so with --data)"]  # fmt: skip
     return _found("rewards differ", wrong, f"from {low:g} to {high:g}", Level.WARN)
 
 

@@ -22,7 +22,8 @@ from headrace.env import DataConfig, EnvConfig
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
 from headrace.flow.filters import Length
-from headrace.launch import LaunchConfig
+from headrace.launch.config import LaunchConfig
+from headrace.launch.ray.fit import refuse_misfit as refuse_misfit_on_ray
 from headrace.learner import LearnerConfig
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.companions.fit import refuse_misfit
@@ -30,6 +31,7 @@ from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
 from headrace.session.credit_fit import refuse_pivots, refuse_ungraded
+from headrace.session.engine_fit import refuse_incapable
 from headrace.sync import SyncConfig
 
 RunFile = str | Path | Mapping[str, Any]
@@ -98,6 +100,11 @@ class RunConfig(Section):
                 f"sync.rolling={rolling} engines are to commit at once, and engine.count={count}",
                 remedy=f"set sync.rolling <= {count}, or leave it out",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_a_cluster(self) -> Self:
+        refuse_misfit_on_ray(self.launch, self.engine, self.learner, self.sync)
         return self
 
     @model_validator(mode="after")
@@ -171,6 +178,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_can(self) -> Self:
+        refuse_incapable(self)
+        return self
+
+    @model_validator(mode="after")
     def _groups_have_a_baseline(self) -> Self:
         least = "group_size" if self.flow.group_size == 1 else "min_episodes"
         if self.algo.advantage.compares_siblings and self.flow.min_episodes == 1:
@@ -230,7 +242,7 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
 
 _PATHS = (
     *("model.path", "model.lora.adapter", "learner.critic.path"),
-    *("learner.reference.path", "learner.old.path", "learner.teacher.path"),
+    *("learner.reference.path", "learner.old.path"),
     *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
 )
 
@@ -285,14 +297,14 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
     return entry if found == parts else f"{library}/{shlex.join(found) if len(found) > 1 else found[0]}"
 
 
-_TABLES = {"rewards": "ref", "agents": "path"}
-"""Lists of tables in ``env``, and their key that names a file: ``file.py:function``, or a directory."""
+_TABLES = (("env", "rewards", "ref"), ("env", "agents", "path"), ("learner", "teachers", "path"))
+"""Lists of tables in sections, and their key that names a file: ``file.py:function``, or a directory."""
 
 
 def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    for name, key in _TABLES.items():
-        env = tree.get("env")
-        tables = env.get(name) if isinstance(env, dict) else None
+    for section, name, key in _TABLES:
+        table = tree.get(section)
+        tables = table.get(name) if isinstance(table, dict) else None
         if not isinstance(tables, list | tuple):
             continue
         absolute = [
@@ -301,7 +313,7 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
             else each
             for each in tables
         ]
-        tree = merge(tree, {"env": {name: absolute}})
+        tree = merge(tree, {section: {name: absolute}})
     return tree
 
 

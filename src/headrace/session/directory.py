@@ -18,7 +18,7 @@ from headrace.config import merge
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import has_ledger
-from headrace.launch import Component
+from headrace.launch.order import Component
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"

@@ -21,7 +21,7 @@ from headrace.control.evaluation import Evaluator, Told
 from headrace.control.observer import Observers
 from headrace.engine.remote import Elsewhere, RemoteEngine, reached
 from headrace.errors import ConfigError
-from headrace.launch import local_serving
+from headrace.launch.local import local_serving
 from headrace.observe.pages import Book, Figure, Shown
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import write_json

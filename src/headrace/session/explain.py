@@ -33,20 +33,55 @@ def explain(prepared: Prepared) -> str:
         f"{flow.groups_per_step} groups × {flow.group_size} = {episodes} episodes a step, {epochs:.3g} epochs.",
         *_selection(config, len(prepared.tasks)),
         f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
+        *(_on_cluster(config) if config.launch.remote else _here(prepared, cores)),
+        *_servers(config),
+    ]
+    learner = config.learner.serving(columns_of(config.algo))
+    uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teachers[0]": "the teacher"}
+    lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
+    served = learner.served_teachers.items()
+    lines += [
+        f"Teacher {name!r} is {teacher}." if name else f"The teacher is {teacher}." for name, (teacher, _) in served
+    ]
+    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents]
+    return "\n".join(lines)
+
+
+def _servers(config: RunConfig) -> list[str]:
+    """What samples, where that is not the embedded engine."""
+    engine = config.engine
+    if engine.kind == "native":
+        return []
+    urls, python = engine.server.urls, engine.server.python or "this environment"
+    where = f"at {', '.join(urls)}" if urls else f"that each engine starts from {python}"
+    return [f"Answers are sampled by {engine.kind}, {where}."]
+
+
+def _here(prepared: Prepared, cores: int) -> list[str]:
+    """What the parts may compute with on this machine, and on which devices."""
+    config = prepared.config
+    return [
         f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{threads(config.launch.learner_threads, cores)} threads; this machine has {cores} cores.",
         *_where(prepared),
     ]
-    learner = config.learner.serving(columns_of(config.algo))
-    uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teacher": "the teacher"}
-    lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
-    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents]
-    return "\n".join(lines)
+
+
+def _on_cluster(config: RunConfig) -> list[str]:
+    """What the parts ask a cluster for."""
+    ray, ranks = config.launch.ray, config.learner.parallel.world
+    learner = "the learner" if ranks == 1 else f"each of {ranks} ranks of the learner"
+    engine = "the engine" if config.engine.count == 1 else f"each of {config.engine.count} engines"
+    return [
+        f"On the Ray cluster {ray.address!r}: {learner} asks for {ray.learner}, {engine} for {ray.engine}; the "
+        "controller stays here."
+    ]
 
 
 def _engines(config: RunConfig, num_threads: int) -> str:
     """How many engines there are, and what each may compute with."""
     count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
+    count += len(config.learner.served_teachers)
     if count == 1:
         return f"Engine: {num_threads} threads"
     return f"{count} engines of {max(1, num_threads // count)} threads each"

@@ -7,7 +7,7 @@ from pathlib import Path
 from headrace.control.observer import Observers
 from headrace.env import Curriculum
 from headrace.env.data import Order as RowOrder
-from headrace.launch import Order
+from headrace.launch.order import Order
 from headrace.session.config import RunConfig
 from headrace.session.prepare import Prepared
 
@@ -24,6 +24,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         algo=config.algo,
         env=config.env,
         agents=prepared.agents,
+        teachers=prepared.teachers,
         sync=config.sync,
         launch=config.launch,
         devices=prepared.devices,

@@ -19,6 +19,9 @@ from headrace.env.program import find_program
 from headrace.env.prompts import make_tasks
 from headrace.environ import num_cores, run_token
 from headrace.errors import ConfigError, DataError
+from headrace.launch.order import TeacherOrder
+from headrace.launch.ray.cluster import refuse_absent
+from headrace.launch.ray.fit import devices_of
 from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.models import ModelConfig, context_length, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
@@ -29,6 +32,8 @@ from headrace.rollout import Chat
 from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.agents import frozen_agents, refuse_misfits
 from headrace.session.config import RunConfig
+from headrace.session.engine_fit import refuse_models
+from headrace.session.teachers import teacher_orders
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.scorer import Score
 from headrace.types.sampling import Sampling
@@ -72,12 +77,14 @@ class Prepared:
     """Where engine and learner compute."""
     agents: Mapping[str, ModelConfig]
     """What the engines of agents with weights of their own load, by name."""
+    teachers: Mapping[str, TeacherOrder]
+    """The teachers that have engines of their own, by name."""
 
     def fingerprint(self) -> str:
         """Names the settings and rows that decide what is learned: all but how long, where, and what is shown."""
         where: dict[str, set[str] | bool] = {
             "launch": True,
-            "engine": {"device", "cache_share", "count"},
+            "engine": {"device", "cache_share", "count", "server"},
             "learner": {"device"},
         }
         settings = self.config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, **where})
@@ -98,7 +105,9 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     _refuse_threads(config)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
-    devices = _devices(config, gpus, num_agents=len(agents), training=training)
+    teachers = config.learner.served_teachers if training else {}
+    refuse_models(config, [*agents, *teachers])
+    devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
@@ -112,12 +121,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     if not training and not eval_rows:
         raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
     tokenizer = load_tokenizer(config.model.path)
-    if config.env.kind in ("env", "program", "bridge") and tokenizer.chat_template is None:
-        raise ConfigError(
-            f"env.kind={config.env.kind!r} speaks in messages, and the tokenizer of model.path={config.model.path!r} "
-            "has no chat template",
-            remedy="use a chat model, or add a chat_template.jinja to the model directory",
-        )
+    _refuse_mute(config, tokenizer.chat_template)
     column, own_words = config.data.prompt_column, config.env.remote
     tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data", optional=own_words)
     eval_source = config.data.eval_path or "eval_data"
@@ -140,6 +144,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
         devices=devices,
         agents=agents,
+        teachers=teacher_orders(config, tasks, tokenizer, context) if training else {},
     )
 
 
@@ -153,6 +158,15 @@ def refuse_inside_a_run() -> None:
         )
 
 
+def _refuse_mute(config: RunConfig, chat_template: str | None) -> None:
+    if config.env.kind in ("env", "program", "bridge") and chat_template is None:
+        raise ConfigError(
+            f"env.kind={config.env.kind!r} speaks in messages, and the tokenizer of model.path={config.model.path!r} "
+            "has no chat template",
+            remedy="use a chat model, or add a chat_template.jinja to the model directory",
+        )
+
+
 def _refuse_threads(config: RunConfig) -> None:
     cores = num_cores()
     for name in ("engine_threads", "learner_threads"):
@@ -163,13 +177,18 @@ def _refuse_threads(config: RunConfig) -> None:
             )
 
 
-def _devices(config: RunConfig, gpus: int, *, num_agents: int, training: bool) -> Devices:
+def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
+    """``num_others``: engines of agents and teachers."""
+    if config.launch.remote:
+        refuse_absent()
+        num_ranks = config.learner.parallel.world if training else 0
+        return devices_of(config.launch, config.engine.count + num_others, num_ranks)
     return settle(
         config.engine.device,
         config.learner.device,
         ranks=config.learner.parallel.world if training else 0,
         gpus=gpus,
-        count=config.engine.count + num_agents,
+        count=config.engine.count + num_others,
         only_cpu=config.model.deterministic,
     )
 
@@ -196,6 +215,7 @@ def _refuse_absent(config: RunConfig) -> None:
         for name, policy in learner.policies.items()
         if isinstance(policy, Frozen | OtherModel)
     }
+    paths |= {f"learner.teachers {name!r} path": each.path for name, (each, _) in learner.served_teachers.items()}
     paths |= {"learner.critic.path": learner.critic.path, "model.lora.adapter": None if lora is None else lora.adapter}
     for setting, path in paths.items():
         if path and not Path(path).is_dir():

@@ -31,9 +31,8 @@ from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
 from headrace.flow.ledger.opening import open_ledger
 from headrace.flow.policies.recorded import Recorded
-from headrace.launch import Order
 from headrace.launch.interleaving import Handled, Told, interleaving_file, read_interleaving
-from headrace.launch.order import Facts
+from headrace.launch.order import Facts, Order
 from headrace.launch.starts import Repeated
 from headrace.models.paged.base import BLOCK
 from headrace.rollout.runner import episode_seed
@@ -109,8 +108,12 @@ class Recording:
         frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
         if frozen:
             raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        if config.learner.served_teachers:
+            raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
         if config.flow.pivots is not None:
             raise _refused(run_dir, "flow.pivots is set, and when branches were asked for is not recorded")
+        if config.engine.kind != "native":
+            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws no seed fixes")
         if config.engine.count > 1:
             raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         fates = ledger.conservation()

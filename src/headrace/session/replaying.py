@@ -14,7 +14,7 @@ import torch
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.control.credit import credit
-from headrace.control.loops.feeding import collate, without_stale
+from headrace.control.loops.feeding import collate, without_stale, without_untaught
 from headrace.control.loops.syncing import version_checksum
 from headrace.environ import num_cores
 from headrace.errors import ConfigError, LedgerError
@@ -111,4 +111,4 @@ def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...
     weight = 1.0 if flow.pivots is None else flow.pivots.weight
     batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight))
     oldest = step - flow.greatest_age if flow.policy.masks_stale else None
-    return without_stale(batch, oldest)[0]
+    return without_stale(without_untaught(batch)[0], oldest)[0]

@@ -19,11 +19,12 @@ from headrace.clock import RealClock
 from headrace.control import Controller, Settings, Summary
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
-from headrace.errors import ConfigError, HeadraceError, LedgerError, StallError
+from headrace.errors import ConfigError, HeadraceError, LearnerLost, LedgerError, StallError
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
 from headrace.heap import settled_heap
-from headrace.launch import Component, Order, World, local_world
+from headrace.launch.local import local_world
+from headrace.launch.order import Component, Order, World
 from headrace.observe import write_report
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
@@ -76,7 +77,7 @@ def train(  # gate: parameters - the public call: everything that a user may han
     run_dir = choose_directory(prepared.config.run.dir, RealClock())
     with opened(replay, prepared, resume=resume) as recording, locked(run_dir, resume=resume):
         try:
-            summary = in_own_loop(lambda interrupts: _train(prepared, run_dir, interrupts, recording))
+            summary = _lives(prepared, run_dir, recording)
         except BaseException:
             with suppress(HeadraceError):  # what went wrong before is what the user must hear of
                 _report(prepared, run_dir)
@@ -85,14 +86,40 @@ def train(  # gate: parameters - the public call: everything that a user may han
         return summary
 
 
+def _lives(prepared: Prepared, run_dir: Path, recording: Recording | None) -> Summary:
+    """The run, and again from its last snapshot where its learner dies, as often as it may."""
+    may_restart = 0 if recording is not None else prepared.config.launch.learner_restarts
+    death: LearnerLost | None = None
+    for left in reversed(range(may_restart + 1)):
+        life = Life(prepared=prepared, run_dir=run_dir, recording=recording, after=death)
+        try:
+            return in_own_loop(partial(_train, life))
+        except LearnerLost as error:
+            if not left or not has_ledger(run_dir):  # before there is one nothing was trained
+                raise
+            death = error
+    raise AssertionError("the last life returns or raises")
+
+
 def _report(prepared: Prepared, run_dir: Path) -> None:
     if prepared.config.observe.report and (run_dir / SUMMARY_FILE).exists():
         write_report(run_dir)
 
 
-async def _train(
-    prepared: Prepared, run_dir: Path, interrupts: Interrupts, recording: Recording | None = None
-) -> Summary:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One launch of a run."""
+
+    prepared: Prepared
+    run_dir: Path
+    recording: Recording | None
+    """What it repeats; ``None``: nothing."""
+    after: LearnerLost | None
+    """What ended the life before, in this call; ``None``: this is the first."""
+
+
+async def _train(life: Life, interrupts: Interrupts) -> Summary:
+    prepared, run_dir, recording = life.prepared, life.run_dir, life.recording
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
@@ -109,6 +136,7 @@ async def _train(
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         watching = Watching(config, run_dir, RealClock(), stack)
         order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=watching.observers)
+        _tell_what_died(life, order, start)
         if recording is not None:
             order = recording.order(order, config.run.stall_timeout_s)
         comparisons: list[Comparison] = []
@@ -126,7 +154,7 @@ async def _train(
                 flow=config.flow,
                 order=row_order(config, len(prepared.tasks)),
                 curriculum=curriculum(config, len(prepared.tasks)),
-                taught=config.learner.teacher is not None,
+                taught=bool(config.learner.teachers),
                 env_column=config.observe.env_column,
                 fingerprint=prepared.fingerprint(),
             )
@@ -140,6 +168,13 @@ async def _train(
 
         summary = await _run(order, control, start, Watchers(watching=watching, interrupts=interrupts))
         return comparisons[0].finish(summary) if comparisons else summary
+
+
+def _tell_what_died(life: Life, order: Order, start: StartingPoint) -> None:
+    if life.after is not None:
+        cause = life.after.problem.partition("\n")[0]
+        words = f"{cause}; the run goes on from step {start.step}"
+        order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
 def _ended(run_dir: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.clock import Clock
 from headrace.control import Controller
 from headrace.control.observer import Observer, Observers
-from headrace.launch import Component
+from headrace.launch.order import Component
 from headrace.observe import Accountant, AlarmWatch, Posting, Raised, Recorder, RunFacts, SystemWatch, judge, open_view
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig

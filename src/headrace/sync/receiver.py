@@ -117,6 +117,11 @@ class Receiver:
             self._staged = brought
             self.phase = Phase.VERIFIED
 
+    def staged(self) -> dict[str, Tensor]:
+        """The tensors of the version that is verified and not in use yet, by name; empty where there is none."""
+        with self._lock:
+            return {} if self._staged is None else dict(zip(self._targets, self._staged.tensors, strict=True))
+
     def commit(self, version: int) -> None:
         """Use the staged version; a change of pointers."""
         for _ in self.commit_parts(version, 1):

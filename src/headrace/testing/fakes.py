@@ -24,6 +24,7 @@ from headrace.types.messages.controller import EngineStats, StepReport
 from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 
@@ -76,6 +77,10 @@ class FakeEngine:
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         return tokens.logprobs_T
+
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        ids_TK = np.zeros((len(tokens), num), np.int32)
+        return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
         self._going.clear()

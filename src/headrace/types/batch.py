@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from headrace.types.episode import EpisodeKey
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.versions import oldest
 
@@ -51,6 +52,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """What each of the N tokens was drawn from; ``None`` if no token has a kept-set."""
     routing: Routing | None = None
     """The experts of each of the N tokens; ``None`` if none are known."""
+    taught: Taught | None = None
+    """What a teacher says of each of the N tokens; ``None`` if none was asked."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample]) -> Batch:
@@ -73,6 +76,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             ),
             kept=tokens.kept,
             routing=tokens.routing,
+            taught=tokens.taught,
         )
 
     @property

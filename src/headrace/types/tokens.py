@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.taught import Taught
 from headrace.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 __all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
@@ -43,6 +44,8 @@ class Tokens:
     entropies_T: FloatColumn | None = None
     """Entropy of the distribution that each was drawn from, in nats: tempered, not truncated. 0 for a token of which
     none was recorded; ``None`` where that is so for all."""
+    taught: Taught | None = None
+    """What a teacher says of each; ``None`` where none was asked."""
 
     def __post_init__(self) -> None:
         columns: tuple[tuple[str, Any], ...] = (
@@ -55,7 +58,11 @@ class Tokens:
             if column.ndim != 1 or len(column) != len(self.ids_T):
                 raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
             object.__setattr__(self, name, column)
-        problem = (self.kept and self.kept.problem(self.ids_T)) or (self.routing and self.routing.problem(len(self)))
+        problem = (
+            (self.kept and self.kept.problem(self.ids_T))
+            or (self.routing and self.routing.problem(len(self)))
+            or (self.taught and self.taught.problem(len(self)))
+        )
         if problem:
             raise ValueError(problem)
 
@@ -83,6 +90,7 @@ class Tokens:
             kept=_concat_kept(parts),
             routing=_concat_routing(parts),
             entropies_T=_concat_entropies(parts),
+            taught=_concat_taught(parts),
         )
 
     @property
@@ -102,6 +110,7 @@ class Tokens:
             kept=None if self.kept is None else self.kept[span],
             routing=None if self.routing is None else self.routing[span],
             entropies_T=None if self.entropies_T is None else self.entropies_T[span],
+            taught=None if self.taught is None else self.taught[span],
         )
 
     def __add__(self, other: Tokens) -> Tokens:
@@ -130,6 +139,12 @@ def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
         return None
     known = [np.zeros(len(part), np.float32) if part.entropies_T is None else part.entropies_T for part in parts]
     return np.concatenate(known)
+
+
+def _concat_taught(parts: Sequence[Tokens]) -> Taught | None:
+    if all(part.taught is None for part in parts):
+        return None
+    return Taught.concat([Taught.none(len(part), 0) if part.taught is None else part.taught for part in parts])
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:

@@ -30,6 +30,13 @@ OnSpans = Callable[[Sequence[Span]], None]
 """Told what parts were busy with."""
 
 
+def earlier(spans: Sequence[Span], by_s: float) -> Sequence[Span]:
+    """The same by the clock of this machine, of spans by one that is ahead of it."""
+    if not by_s:
+        return spans
+    return [msgspec.structs.replace(span, start_s=span.start_s - by_s, end_s=span.end_s - by_s) for span in spans]
+
+
 def in_lane(lane: str, on_spans: OnSpans) -> OnSpans:
     """Tells ``on_spans`` of every span as one of ``lane``: several parts of a kind keep lanes of their own."""
 

@@ -111,7 +111,7 @@ def system(run: OpenRun) -> dict[str, Any]:
     parts = [part for part in status.get("components") or [] if isinstance(part, dict)]
     return {
         **state,
-        "components": [{**part, **(_usage(part.get("pid")) if living else {})} for part in parts],
+        "components": [{**part, **(_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts],
         "parts": run.parts.tree,
         "waits": _texts(status.get("waits")),
         "config": run.config.tree,
@@ -123,6 +123,11 @@ def system(run: OpenRun) -> dict[str, Any]:
         if living
         else None,
     }
+
+
+def _is_here(part: dict[str, Any]) -> bool:
+    """Whether it runs on the machine of its controller, and its number means something here."""
+    return not part.get("node")
 
 
 def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:

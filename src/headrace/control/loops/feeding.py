@@ -23,6 +23,8 @@ from headrace.types.messages.controller import StepReport
 from headrace.types.scored import Credit, ScoredGroup, num_untrained, paths
 from headrace.types.versions import oldest
 
+UNTAUGHT = "untaught"
+"""Why a token carries no loss that a teacher had nothing to say of, where others were taught."""
 ORDERED_AHEAD = 2
 """Steps that the learner knows of: the one it is at, and the next."""
 
@@ -102,7 +104,8 @@ class Feeder:
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
             await state.flow.flush()  # what is trained must be known to have been taken
         collated = collate(step, taken.groups, state.parts.advantages(taken.groups))
-        batch, stale = without_stale(collated, taken.oldest_version)
+        batch, untaught = without_untaught(collated)
+        batch, stale = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
         ordered_s = state.parts.clock.now()
@@ -118,7 +121,7 @@ class Feeder:
             step=step,
             groups=taken.groups,
             batch=collated,
-            masked={**num_untrained(taken.groups), **stale},
+            masked={**num_untrained(taken.groups), **untaught, **stale},
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
             ordered_s=ordered_s,
             trained=trained,
@@ -170,3 +173,13 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
     if not count:
         return batch, {}
     return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~stale_N), {STALE: count}
+
+
+def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
+    """The batch with the loss taken from tokens that teachers said nothing of, and how many these were: those that were
+    scored before there were any, in a run that was resumed. Where none was taught, it is as it was."""
+    if batch.taught is None:
+        return batch, {}
+    mask_N = batch.mask_N & batch.taught.known_T
+    count = int(batch.mask_N.sum()) - int(mask_N.sum())
+    return (msgspec.structs.replace(batch, mask_N=mask_N), {UNTAUGHT: count}) if count else (batch, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from headrace.control.board import LoopContract
 from headrace.control.drought import Drought
@@ -14,6 +15,7 @@ from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.measuring import own_length, sampled_length
 from headrace.control.pivots import PivotResampler
 from headrace.control.state import RunState
+from headrace.control.teaching import Teaching
 from headrace.control.together import Together
 from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
@@ -32,8 +34,8 @@ class ScoringLoop:
         name="scoring",
         consumes="finished episodes",
         produces="scored groups",
-        waits_for="episodes; the scorers",
-        unblocked_by="rollout, scoring workers",
+        waits_for="episodes; the scorers, teachers",
+        unblocked_by="rollout, scoring workers, teachers",
     )
 
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
@@ -42,7 +44,9 @@ class ScoringLoop:
         self._failed_in_a_row = 0
         self._last_cause = ""
         self._turns: TurnScores | None = None
+        self._teaching: Teaching | None = None
         self._at_it = Together("scoring", "score", state.observers, state.parts.clock)
+        self._taught = Together("teachers", "teach", state.observers, state.parts.clock)
         config = state.flow_config
         self._pivots: PivotResampler | None = None
         if config.pivots is not None:
@@ -54,6 +58,8 @@ class ScoringLoop:
         """Until cancelled: the learner says when the run is over."""
         state = self._state
         async with asyncio.TaskGroup() as scorings:
+            if state.parts.teachers is not None:
+                self._teaching = Teaching(state.parts.teachers, scorings, self._asking_a_teacher)
             if state.parts.turn_scorer is not None:
                 self._turns = TurnScores(state.parts, state.parts.turn_scorer, scorings, self._asking_for_turn)
             while True:
@@ -70,6 +76,12 @@ class ScoringLoop:
         with state.board.asking("scoring", "a process reward", of="scoring workers"):
             yield
         state.span("scoring turns", "turn", start_s)
+
+    @contextmanager
+    def _asking_a_teacher(self) -> Iterator[None]:
+        """While a teacher is asked about an answer."""
+        with self._state.board.asking("scoring", "what a teacher says", of="teachers"), self._taught.one():
+            yield
 
     def recall(self, ledger: Ledger, step: int) -> None:
         """The run goes on from a checkpoint at ``step``."""
@@ -89,6 +101,8 @@ class ScoringLoop:
     def _take(self, group: OpenGroup, episode: Episode, scorings: asyncio.TaskGroup) -> None:
         by_group = self._state.parts.scorer.by_group
         earned = episode.status is EpisodeStatus.FINISHED and episode.reward is not None
+        if self._teaching is not None and not episode.status.ended:
+            self._teaching.ask(group.task, episode)
         if episode.status.ended:
             if self._turns is not None:
                 self._turns.forget(episode.key)
@@ -123,6 +137,9 @@ class ScoringLoop:
         for attempt in attempts:
             if self._turns is not None and attempt.status is not EpisodeStatus.FINISHED:
                 self._turns.forget(attempt.key)
+        if self._teaching is not None:
+            for attempt in finished:
+                self._teaching.ask(group.task, attempt)
         for attempt in finished:
             if attempt.reward is not None:
                 await self._grade(attempt, Graded(reward=attempt.reward))
@@ -146,10 +163,11 @@ class ScoringLoop:
         self._ended(group, [episode])
 
     async def _grade(self, episode: Episode, graded: Graded) -> None:
-        """Put together what the whole episode earned and what its turns did."""
+        """Put together what the whole episode earned, what its turns did, and what a teacher says of them."""
+        failure = "" if self._teaching is None else await self._teaching.add(episode)
         if self._turns is not None:
             graded = await self._turns.add(episode, graded)
-        settle(episode, graded)
+        settle(episode, replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state

@@ -26,4 +26,6 @@ class FleetConfig(EngineConfig):
         device = devices.engines[place]
         settled = self.on(device, shared=device in devices.learner)
         share = (settled.cache_share or 0.0) / devices.engines.count(device)
-        return EngineConfig.model_validate({**settled.model_dump(exclude={"count"}), "cache_share": share})
+        one = EngineConfig.model_validate({**settled.model_dump(exclude={"count"}), "cache_share": share})
+        urls = one.server.urls[place : place + 1]  # of none, none
+        return one.model_copy(update={"server": one.server.model_copy(update={"urls": urls})})

@@ -32,6 +32,7 @@ from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull,
 from headrace.types.messages.controller import EngineStats
 from headrace.types.messages.engine import Fork
 from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -257,13 +258,20 @@ class Fleet:
         return self._members[name]
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        return await self._scored(lambda engine: engine.score(tokens, temperature=temperature))
+
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        return await self._scored(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
+
+    async def _scored(self, score: Callable[[Engine], Awaitable[A]]) -> A:
+        """What one engine says; another, where it dies of it."""
         for left in itertools.count(MAX_FRUITLESS - 1, -1):
             number = next(self._numbers)
             while (name := self._router.place(number)) is None:
                 await self._changed.wait()
             member = self._members[name]
             try:
-                return await member.engine.score(tokens, temperature=temperature)
+                return await score(member.engine)
             except ComponentDied:
                 self._drop(member)
                 if not left:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.config import LEAST_TEMPERATURE
+from headrace.errors import ConfigError
 from headrace.types.columns import IntColumn
 from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.recorded import KeptSets
@@ -55,6 +56,15 @@ def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_siz
     return Checked(ids_T=array.astype(np.int32))
 
 
+def refuse_long(max_context: int, longest: int) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` for a context beyond the ``longest`` that the model was made for."""
+    if max_context > longest:
+        raise ConfigError(
+            f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
+            remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
+        )
+
+
 def request_problem(request: GenerateRequest, vocab_size: int) -> str:
     """Why ``request`` cannot be served, its prompt aside, in words; empty if it can."""
     if abs(request.priority) > _LARGEST_INT:
@@ -80,6 +90,9 @@ def score_problem(request: Score, vocab_size: int) -> str:
         return checked.problem
     if not LEAST_TEMPERATURE <= request.temperature <= _LARGEST:
         return f"temperature={request.temperature} is not a number >= {LEAST_TEMPERATURE}"
+    entries = min(request.top_below or vocab_size, vocab_size)
+    if not 0 <= request.top_k <= entries:
+        return f"top_k={request.top_k} of {entries} entries"
     return "" if request.kept is None else _kept_problem(request.kept, checked.ids_T, vocab_size)
 
 

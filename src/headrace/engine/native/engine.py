@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool
+from headrace.engine.native.checks import refuse_long
 from headrace.engine.native.controls import Controls
 from headrace.engine.native.deadlines import Deadlines
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
@@ -39,7 +40,7 @@ from headrace.engine.native.scoring import Scorer
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
-from headrace.errors import ConfigError, ModelError, RequestError, SequenceFailed
+from headrace.errors import ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
 from headrace.models.kernels.fuse import fuse
@@ -51,6 +52,7 @@ from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
 from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.taught import TopScores
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
@@ -84,7 +86,7 @@ class NativeEngine:
         clock: Clock,
         decode: Decode | None = None,
     ) -> None:
-        _refuse_long(max_context, model.config.max_position_embeddings)
+        refuse_long(max_context, model.config.max_position_embeddings)
         self._model, self._config, self._clock, self._receiver = model, config, clock, receiver
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -168,6 +170,9 @@ class NativeEngine:
         return self._outbox.take()
 
     def score(self, request: Score) -> FloatColumn:
+        return self.top_scores(request).logprobs_T
+
+    def top_scores(self, request: Score) -> TopScores:
         count = self._scorer.blocks(request, self._vocab_size)
         if self._swaps.stamp == NOT_SAMPLED or not self._cache.layers:
             missing = "the cache, which was given back" if not self._cache.layers else "the first weights"
@@ -176,10 +181,9 @@ class NativeEngine:
         table = self._scheduler.borrow(count)
         self._clear_dirty()
         try:
-            logprobs_T = self._scorer.score(request, table, self._vocab_size)
+            return self._scorer.score(request, table, self._vocab_size)
         finally:
             self._scheduler.give_back(table)
-        return logprobs_T
 
     def stage(self, update: WeightUpdate) -> None:
         self._receiver.stage(update)
@@ -384,14 +388,6 @@ class NativeEngine:
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _refuse_long(max_context: int, longest: int) -> None:
-    if max_context > longest:
-        raise ConfigError(
-            f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
-            remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
-        )
 
 
 def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:

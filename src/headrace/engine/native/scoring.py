@@ -1,6 +1,7 @@
 """Logprobs of tokens that are given: one prefill, piece by piece, in blocks of the engine's cache.
 
-Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece.
+Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece, K of the
+likeliest entries that are asked for.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from headrace.errors import ModelError, RequestError
 from headrace.models.attention import forward
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
-from headrace.types.columns import FloatColumn
 from headrace.types.messages.engine import Score
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.taught import TopScores
 
 _LOGITS = 2**24
 """Numbers that the logits of one piece may have, about."""
@@ -49,12 +50,17 @@ class Scorer:
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
-    def score(self, request: Score, table: list[int], vocab_size: int) -> FloatColumn:
-        """See :meth:`~headrace.engine.base.EngineCore.score`: the first token's is 0. ``table`` are the blocks."""
-        logprobs_T = np.zeros(len(request.ids_T), np.float32)
-        device, total = self._model.device, len(request.ids_T) - 1
+    def score(self, request: Score, table: list[int], vocab_size: int) -> TopScores:
+        """See :meth:`~headrace.engine.base.EngineCore.top_scores`. ``table`` are the blocks."""
+        shape = len(request.ids_T), request.top_k
+        scores = TopScores(
+            logprobs_T=np.zeros(shape[0], np.float32),
+            ids_TK=np.zeros(shape, np.int32),
+            logs_TK=np.zeros(shape, np.float32),
+        )
+        device, total = self._model.device, shape[0] - 1
         if total < 1:
-            return logprobs_T
+            return scores
         ids_T = torch.from_numpy(np.asarray(request.ids_T, np.int64)).to(device)
         piece = max(16, min(2048, _LOGITS // vocab_size))
         for start in range(0, total, piece):
@@ -72,8 +78,11 @@ class Scorer:
                 kept = None if request.kept is None else request.kept[start + 1 : end + 1]
                 scaled_NV = logits_NV.float() / request.temperature
                 logprobs_N = self._logprobs(scaled_NV, ids_T[start + 1 : end + 1], kept)
-            logprobs_T[start + 1 : end + 1] = logprobs_N.cpu().numpy()
-        return logprobs_T
+                best_NK, ids_NK = self._likeliest(scaled_NV, request)
+            span = slice(start + 1, end + 1)
+            scores.logprobs_T[span] = logprobs_N.cpu().numpy()
+            scores.ids_TK[span], scores.logs_TK[span] = ids_NK.cpu().numpy(), best_NK.cpu().numpy()
+        return scores
 
     def _routed(self, routing: Routing | None, span: slice) -> AbstractContextManager[object]:
         if routing is None or self._replay is None:
@@ -84,6 +93,15 @@ class Scorer:
         if self._exact is None:
             return _logprobs(scaled_NV, ids_N, kept)
         return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
+
+    def _likeliest(self, scaled_NV: Tensor, request: Score) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of the entries that are asked for, and their ids."""
+        if not request.top_k:
+            return scaled_NV[:, :0], scaled_NV[:, :0].int()
+        best_NK, ids_NK = scaled_NV[:, : request.top_below or None].topk(request.top_k)
+        if self._exact is None:
+            return best_NK - scaled_NV.logsumexp(-1, keepdim=True), ids_NK
+        return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
     def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
         ids_T, longest = request.ids_T, self._model.config.max_position_embeddings

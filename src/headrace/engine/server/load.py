@@ -41,6 +41,7 @@ def load(config: ServeConfig, *, clock: Clock) -> Loaded:
     """Read tokenizer and model, and make an engine whose version is 0. Raises :class:`~headrace.errors.ModelError` and
     :class:`~headrace.errors.ConfigError`."""
     path, engine = config.model.path, config.engine
+    engine.refuse_server("headrace serve")
     device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
     tokenizer = load_tokenizer(path)
     words = Words(tokenizer, stop_ids(path, tokenizer.eos_token_id))

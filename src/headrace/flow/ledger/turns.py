@@ -10,6 +10,7 @@ from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPar
 from headrace.types.messages.codec import Codec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.scored import Learned
+from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 
 
@@ -29,6 +30,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     entropies_T: FloatColumn | None = None
     process: float | None = None
     branch: Branch | None = None
+    taught: Taught | None = None
 
 
 _CODEC = Codec(list[_Turn])
@@ -55,6 +57,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 entropies_T=turn.tokens.entropies_T,
                 process=turn.process,
                 branch=turn.branch,
+                taught=turn.tokens.taught,
             )
             for turn in turns
         ]
@@ -73,6 +76,7 @@ def decode_turns(data: bytes) -> list[Turn]:
                 kept=turn.kept,
                 routing=turn.routing,
                 entropies_T=turn.entropies_T,
+                taught=turn.taught,
             ),
             parent=turn.parent,
             stop_reason=turn.stop_reason,

@@ -7,14 +7,17 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.engine.chunks import generate_request, token_chunk
+from headrace.engine.chunks import generate_request, score_request, token_chunk
 from headrace.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
-from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Score, Stage
+from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Stage
 from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.types.trace import Span
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -86,12 +89,21 @@ class EngineClient(Peer):
         self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresAre)
-        self.send(
-            Score(
-                call=call, ids_T=tokens.ids_T, temperature=temperature, kept=tokens.kept, routing=tokens.routing
-            )
-        )  # fmt: skip
+        self.send(score_request(call, tokens, temperature))
         return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
+
+    async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        self._refuse_closed()
+        call = self.next_call()
+        scored = self.expect(call, ScoresAre)
+        self.send(score_request(call, tokens, temperature, top_k=num, top_below=below))
+        found = await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)
+        nothing = np.zeros((len(tokens), 0), np.float32)
+        return TopScores(
+            logprobs_T=found.logprobs_T,
+            ids_TK=nothing.astype(np.int32) if found.ids_TK is None else found.ids_TK,
+            logs_TK=nothing if found.logs_TK is None else found.logs_TK,
+        )
 
     async def pause(self, *, release: bool = False) -> None:
         self._refuse_closed()

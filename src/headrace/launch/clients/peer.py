@@ -11,7 +11,7 @@ from headrace import errors
 from headrace.errors import DeadlineError, HeadraceError, RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.types.messages.controller import Answer, Failure, Ready, Timed
-from headrace.types.trace import Span
+from headrace.types.trace import Span, earlier
 
 A = TypeVar("A")
 
@@ -33,6 +33,8 @@ class Peer:
         """Why it could not go on, in its own words."""
         self.spoke = asyncio.Event()
         """Set with :attr:`last_words`."""
+        self.clock_ahead_s = 0.0
+        """By how much the monotonic clock of its machine is ahead of ours."""
 
     def next_call(self) -> int:
         """A number for one order, by which its answers are known."""
@@ -100,7 +102,7 @@ class Peer:
             words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
             raise RunError(words, remedy="start the run again")
         if isinstance(message, Timed):
-            self._on_spans(message.spans)
+            self._on_spans(earlier(message.spans, self.clock_ahead_s))
         if isinstance(message, Ready):
             self._greet(message)
         elif isinstance(message, Failure):

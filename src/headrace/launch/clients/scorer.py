@@ -10,7 +10,6 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import msgspec
-import psutil
 
 from headrace.errors import EnvError
 from headrace.launch.clients.peer import ForeignPeer, Peer
@@ -32,9 +31,8 @@ class Worker(Protocol):
 
     peer: Peer
 
-    @property
-    def working_pid(self) -> int:
-        """The process that computes."""
+    async def computed_s(self) -> float:
+        """Processor time that it has used; 0 where nobody can tell any more."""
         ...
 
     async def died(self) -> str:
@@ -57,19 +55,16 @@ class _Meter:
         self._worker, self._every_s = worker, every_s
         self._read_s, self._computed_s = -math.inf, 0.0
 
-    def recent_s(self, now_s: float) -> float:
+    async def recent_s(self, now_s: float) -> float:
         """What it was a moment ago."""
         if now_s - self._read_s >= self._every_s:
-            self._read_s, self._computed_s = now_s, self.read_s()
+            self._read_s = now_s
+            self._computed_s = await self.read_s()
         return self._computed_s
 
-    def read_s(self) -> float:
+    async def read_s(self) -> float:
         """What it is now."""
-        try:
-            times = psutil.Process(self._worker.working_pid).cpu_times()
-        except psutil.Error:  # it has just ended
-            return 0.0
-        return float(times.user + times.system)
+        return await self._worker.computed_s()
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +79,8 @@ class _Shift:
     """Whether any call ever returned: what one has left behind may end the worker later."""
     replaced: bool = False
     """Whether we ended it, because one of its calls did not return."""
+    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when, after ``replaced``, ``crowded`` is known."""
     crowded: bool = False
     """Whether it was computing all the while, so that any of its calls may have kept the others from returning."""
 
@@ -244,18 +241,29 @@ class ScorerPool:
 
     async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
         """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
-        before_s = shift.meter.recent_s(asyncio.get_running_loop().time())
+        before_s = await shift.meter.recent_s(asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._terms.timeout_s):
                 return await scored
         except TimeoutError:
-            if not shift.replaced:
-                shift.replaced = True
-                computed_s = shift.meter.read_s() - before_s
-                shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
-                self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
-            await shift.worker.kill()
+            try:
+                await self._judge(shift, before_s)
+            finally:
+                await shift.worker.kill()
             raise
+
+    async def _judge(self, shift: _Shift, before_s: float) -> None:
+        """A call has not returned: may another one be why? Told before the worker is ended, which alone knows."""
+        if shift.replaced:
+            await shift.judged.wait()
+            return
+        shift.replaced = True
+        try:
+            computed_s = await shift.meter.read_s() - before_s
+            shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
+        finally:
+            shift.judged.set()
+        self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
 
     async def _keep(self, place: _Place) -> None:
         while True:

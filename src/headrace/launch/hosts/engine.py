@@ -66,10 +66,15 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     """Load, report, serve until told to shut down."""
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
+    if config.kind != "native":
+        from headrace.launch.hosts.served import run_served
+
+        run_served(start, config, channel)
+        return
     device = use("engine.device", config.device)
     model = load_model(ModelConfig.model_validate(start.model), str(device))
     tensors = weight_tensors(model)
-    route = Route(address=start.serve_own_weights) if start.serve_own_weights else start.route
+    route = Route(address=start.memory) if start.own_weights else start.route
     receiver = make_receiver(route, tensors, run_token())
     try:
         core = NativeEngine(
@@ -86,7 +91,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
             f"the memory: {error}",
             remedy="lower engine.max_sequences or engine.max_context",
         ) from None
-    if start.serve_own_weights:
+    if start.own_weights:
         publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
@@ -234,11 +239,17 @@ class EngineHost:
 
     def _score(self, message: Score) -> None:
         try:
-            logprobs_T = self._core.score(message)
+            if message.top_k:
+                top = self._core.top_scores(message)
+                scores = ScoresAre(
+                    call=message.call, logprobs_T=top.logprobs_T, ids_TK=top.ids_TK, logs_TK=top.logs_TK
+                )  # fmt: skip
+            else:
+                scores = ScoresAre(call=message.call, logprobs_T=self._core.score(message))
         except HeadraceError as error:
             self._channel.send(_failure(message.call, error))
         else:
-            self._channel.send(ScoresAre(call=message.call, logprobs_T=logprobs_T))
+            self._channel.send(scores)
 
     def _report(self, chunks: list[Chunk], *, now: bool = False) -> None:
         """Send chunks at once; counters and spans with them, or after a while, or when the work is done."""

@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError
 from headrace.heap import growing_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import SPOKE
-from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, read_start
+from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start, read_briefing
 from headrace.types.messages import engine, environment, learner, scorer
 from headrace.types.messages.controller import Failure
 
@@ -30,8 +30,13 @@ def main(directory: Path, part: str, lifeline: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
     _die_with_controller(lifeline)
     with growing_heap():
-        receives, run = _role(directory / f"{part}.json")
-    channel = PartChannel(directory, part, receives)
+        briefing = read_briefing(directory / f"{part}.json")
+        receives, run = _role(briefing.start)
+    try:
+        channel = PartChannel(briefing.ends, receives)
+    except HeadraceError as error:  # nobody can be told but whoever reads the log
+        sys.stderr.write(f"{error}\n")
+        return 1
     try:
         run(channel)
     except HeadraceError as error:
@@ -47,9 +52,8 @@ def main(directory: Path, part: str, lifeline: int) -> int:
     return 0
 
 
-def _role(path: Path) -> tuple[Any, Callable[[PartChannel], None]]:
+def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
     """Messages it receives, and its loop; heavy imports only for the role that needs them."""
-    start = read_start(path)
     match start:
         case EngineStart():
             from headrace.launch.hosts.engine import run_engine

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.filling import fields_of
 
 
 class KeptSection(Section):
@@ -125,8 +126,59 @@ class OtherModel(Section):
         return f"another model, {self.path}"
 
 
+class OwnEngine(Section):
+    """An engine of its own, with weights that stay: it is asked about every answer while rewards are computed, and what
+    it says travels with the episode. The learner has no such model, and waits for none."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$", max_length=32)
+    """Where there are several teachers: it is asked about the rows whose column ``learner.teacher_column`` says so."""
+    prompt: str = ""
+    """What it reads in the place of the row's prompt, when it is to know more than the policy: ``{prompt}`` and the
+    columns of the row are filled in, such as ``"{prompt}\\nHint: {hint}"``; braces of its own are doubled. Of a
+    chat the last message is replaced. Unset: it reads what the policy read."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """It has not answered this long after its turn came: the call has failed."""
+    retries: int = Field(default=2, ge=0)
+    """How often a call that failed is made again, after 0.5 s, 1 s, 2 s, ...; then its episode has failed."""
+
+    @model_validator(mode="after")
+    def _prompt_can_be_filled_in(self) -> Self:
+        fields_of(self.prompt, "learner.teachers: engine.prompt", "{prompt}")
+        return self
+
+
+class FrozenTeacher(Frozen):
+    """Weights that never change, beside the learner or in an engine."""
+
+    engine: OwnEngine | None = None
+    """Where it computes: in an engine of its own (``{}``: with the usual settings); unset: beside the learner, which
+    keeps a copy."""
+
+    def __str__(self) -> str:
+        return super().__str__() + (_IN_ENGINE if self.engine else "")
+
+
+class ModelTeacher(OtherModel):
+    """Another model, beside the learner or in an engine."""
+
+    engine: OwnEngine | None = None
+    """Where it computes: in an engine of its own (``{}``: with the usual settings); unset: beside the learner, in its
+    memory."""
+
+    def __str__(self) -> str:
+        return super().__str__() + (_IN_ENGINE if self.engine else "")
+
+
+_IN_ENGINE = ", in an engine of its own"
+
 KeptConfig = Annotated[Frozen | Ema | Refreshed | Lagged, Field(discriminator="kind")]
 """Weights of this model."""
 
 PolicyConfig = Annotated[Frozen | Ema | Refreshed | Lagged | OtherModel, Field(discriminator="kind")]
 """Any policy that can be asked for log-probabilities."""
+
+ServedTeacher = FrozenTeacher | ModelTeacher
+"""A teacher that can have an engine of its own: its weights stay."""
+
+TeacherConfig = Annotated[FrozenTeacher | Ema | Refreshed | Lagged | ModelTeacher, Field(discriminator="kind")]
+"""A policy that is learned from."""

@@ -26,17 +26,17 @@ def refuse_misfit(algo: AlgoConfig, learner: LearnerConfig) -> None:
             remedy="choose another algo.loss or algo.correction",
         )
     distils, credits = "top_k" in columns, algo.advantage.by_teacher
-    if learner.teacher is None and (distils or credits):
+    if not learner.teachers and (distils or credits):
         what = f"algo.loss={algo.loss.kind!r}" if distils else f"algo.advantage={algo.advantage.kind!r}"
         raise ConfigError(
             f"{what} learns from a teacher, and there is none",
-            remedy="set learner.teacher.kind = 'model' and its path; or, to learn from this model's own past, 'ema' or "
-            "'lagged'",
+            remedy="add [[learner.teachers]] with kind = 'model' and its path; or, to learn from this model's own "
+            "past, 'ema' or 'lagged'",
         )
-    if learner.teacher is not None and not (distils or credits):
+    if learner.teachers and not (distils or credits):
         raise ConfigError(
-            f"learner.teacher.kind={learner.teacher.kind!r} has no effect: nothing learns from a teacher",
-            remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teacher out",
+            f"learner.teachers (kind {learner.teachers[0].kind!r}) has no effect: nothing learns from a teacher",
+            remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teachers out",
         )
     if (algo.old == "kept") != (learner.old is not None):
         said = "algo.old='kept', and learner.old does not say which weights"

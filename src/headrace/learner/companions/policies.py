@@ -2,8 +2,10 @@
 
     learner.reference ──▶ log π_ref of each token                       penalties, and the metric kl_ref
     learner.old       ──▶ log π_old of each token                       ratios and their clips (algo.old = "kept")
-    learner.teacher   ──▶ its K likeliest entries, with log ν           losses that read "top_k"
+    learner.teachers  ──▶ its K likeliest entries, with log ν           losses that read "top_k"
                       └─▶ log ν of each token: A + β (log ν − log μ)    the advantage "reverse_kl"
+
+A teacher with an engine of its own has said both before the batch was made (told.py).
 
 All are taken under the temperature of the sampling, log-probabilities of sampled tokens within their kept-sets, as
 log π is. Experts are chosen by whoever is asked; only for π_old they are those that the engine recorded, as for π.
@@ -17,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -27,8 +29,9 @@ from torch import Tensor
 from headrace.algo.base import Ratio
 from headrace.errors import CheckpointError, ConfigError
 from headrace.learner.companions.base import Companion, LearnerParts
-from headrace.learner.companions.config import Frozen, KeptConfig, OtherModel, PolicyConfig
+from headrace.learner.companions.config import Frozen, KeptConfig, OtherModel, PolicyConfig, TeacherConfig
 from headrace.learner.companions.kept import Copy, KeptWeights, OneCopy, keep
+from headrace.learner.companions.told import credited
 from headrace.learner.forward import Forward
 from headrace.learner.head import Likeliest
 from headrace.learner.parallel.files import Snapshot
@@ -92,7 +95,7 @@ class OfAnother:
             yield self._forward
 
 
-def source(parts: LearnerParts, config: PolicyConfig, setting: str) -> Source:
+def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: str) -> Source:
     """``setting``: how the run file calls it, for errors."""
     if isinstance(config, OtherModel):
         return OfAnother(parts, config, setting)
@@ -102,9 +105,12 @@ def source(parts: LearnerParts, config: PolicyConfig, setting: str) -> Source:
 class Asked(Companion):
     """A companion that asks a policy."""
 
-    def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+    setting: ClassVar[str]
+    """Of the learner's, that says which."""
+
+    def __init__(self, parts: LearnerParts, config: PolicyConfig | TeacherConfig) -> None:
         self._objective = parts.objective
-        self._source = source(parts, config, f"learner.{self.name}")
+        self._source = source(parts, config, f"learner.{self.setting}")
         self._kept = self._source.kept
 
     @property
@@ -139,7 +145,7 @@ class Asked(Companion):
 class Reference(Asked):
     """What the policy is kept near to."""
 
-    name = "reference"
+    name = setting = "reference"
     columns = frozenset({"log_ref"})
 
     def prepare(self, work: Work) -> Work:
@@ -149,7 +155,7 @@ class Reference(Asked):
 class OldPolicy(Asked):
     """π_old from kept weights."""
 
-    name = "old"
+    name = setting = "old"
 
     def prepare(self, work: Work) -> Work:
         return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
@@ -159,9 +165,10 @@ class Teacher(Asked):
     """What the policy learns from."""
 
     name = "teacher"
+    setting = "teachers[0]"
     columns = frozenset({"top_k"})
 
-    def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+    def __init__(self, parts: LearnerParts, config: TeacherConfig) -> None:
         super().__init__(parts, config)
         self._config = config
         vocab_size = parts.model.get_input_embeddings().num_embeddings
@@ -176,15 +183,9 @@ class Teacher(Asked):
             with self._source.computing() as forward:
                 forward.refuse(batch)
                 work = replace(work, top=forward.top_entries(batch, work.mask_N, self._wanted))
-        credit = self._objective.teaching
-        if credit is None:
+        if self._objective.teaching is None:
             return work
-        log_nu_N, log_mu_N = self._logprobs(work, batch).numpy().astype(np.float64), work.batch.logprobs_N
-        gap_N = np.where(work.mask_N, log_nu_N - log_mu_N, 0.0)
-        advantages_N = work.batch.advantages_N + np.where(work.mask_N, credit.of_tokens(gap_N), 0.0)
-        taught = msgspec.structs.replace(work.batch, advantages_N=advantages_N.astype(np.float32))
-        measured = {"kl_teacher": Ratio(-float(gap_N.sum()), int(work.mask_N.sum()))}
-        return replace(work, batch=taught, metrics={**work.metrics, **measured})
+        return credited(work, self._objective, self._logprobs(work, batch).numpy().astype(np.float64))
 
 
 def _unrouted(batch: Batch) -> Batch:

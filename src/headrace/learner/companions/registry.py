@@ -9,6 +9,7 @@ from headrace.errors import ConfigError
 from headrace.learner.companions.base import Companion, LearnerParts
 from headrace.learner.companions.critic import Critic
 from headrace.learner.companions.policies import OldPolicy, Reference, Teacher
+from headrace.learner.companions.told import Told
 from headrace.learner.config import COLUMNS, SETTINGS
 
 
@@ -19,8 +20,10 @@ def companions(parts: LearnerParts) -> tuple[Companion, ...]:
         found.append(Reference(parts, config.reference))
     if config.old is not None:
         found.append(OldPolicy(parts, config.old))
-    if config.teacher is not None:
-        found.append(Teacher(parts, config.teacher))
+    if (teacher := config.own_teacher) is not None:
+        found.append(Teacher(parts, teacher))
+    elif config.teachers:
+        found.append(Told(parts))
     if parts.objective.critic is not None:
         found.append(Critic(parts, parts.objective.critic))
     return tuple(found)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from headrace.types import chat
 from headrace.types.episode import StopReason
@@ -121,6 +123,10 @@ class ScoresAre(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     logprobs_T: FloatColumn
+    ids_TK: npt.NDArray[np.int32] | None = None
+    """The likeliest entries in the place of each token, if asked for."""
+    logs_TK: npt.NDArray[np.float32] | None = None
+    """Their log-probabilities."""
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

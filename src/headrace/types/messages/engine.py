@@ -93,6 +93,10 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Restrict each token's distribution to these."""
     routing: Routing | None = None
     """Send the tokens to these experts."""
+    top_k: int = 0
+    """How many of the likeliest entries in the place of each token are wanted too."""
+    top_below: int = 0
+    """Only those of ids below this one; 0: all."""
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 import msgspec
 
+from headrace.bridges import load_bridge
 from headrace.clock import RealClock
 from headrace.config.user_code import where
 from headrace.env.entry import Rollout, load_entry
@@ -51,13 +53,13 @@ class _Loaded:
 
 
 async def trial(task: Mapping[str, Any], policy: Policy) -> Episode:
-    """One attempt at ``task["row"]`` with what ``task["kind"]`` and ``task["entry"]`` name."""
+    """One attempt at ``task["row"]`` with what ``task["kind"]``, ``task["entry"]`` and ``task["options"]`` name."""
     clock, report = RealClock(), Report()
     kind, entry = task["kind"], task["entry"]
     began_s = clock.now()
     ended: Episode | EpisodeError
     try:
-        loaded = await asyncio.to_thread(_load, kind, entry)
+        loaded = await asyncio.to_thread(_load, kind, entry, json.dumps(task["options"]))
         report.load_s = clock.now() - began_s
         async with asyncio.TaskGroup() as group:
             looking = group.create_task(_look(report))
@@ -88,8 +90,11 @@ def _told(error: BaseException, entry: str) -> EpisodeError:
 
 
 @functools.cache
-def _load(kind: str, entry: str) -> _Loaded:
+def _load(kind: str, entry: str, options: str) -> _Loaded:
+    """``options``: of a bridge, as JSON."""
     hands = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
+    if kind == "bridge":
+        return _Loaded(rollout=load_bridge(entry, json.loads(options), hands))
     if kind == "reward":
         return _Loaded(rollout=_scoring(load_reward(entry, hands)))
     uncopyable: list[str] = []

@@ -1,0 +1,125 @@
+"""What a server has to be able to say, in whatever words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace.engine.capabilities import Capabilities
+from headrace.engine.served.answer import Part
+from headrace.errors import ComponentDied
+from headrace.types.sampling import Sampling
+from headrace.types.taught import TopScores
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """How a server is to stand still."""
+
+    abort: bool = False
+    """End every answer with what it has; else they stay, and go on afterwards."""
+    recompute: bool = False
+    """Forget what was computed of those that stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """What a server says of itself."""
+
+    version: str
+    """Of its program."""
+    model: str
+    """What it calls its model."""
+    max_context: int
+    """Tokens of prompt and answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One stream that is wanted."""
+
+    ids: Sequence[int]
+    """What it begins with: the prompt, and what of the answer is there already."""
+    sampling: Sampling
+    left: int
+    """Tokens that may still come."""
+    version: int
+    """The weights in use: what others have computed is not to be shared."""
+
+
+class Dialect(Protocol):
+    """The API of one kind of server."""
+
+    name: str
+    """For people."""
+    kind: str
+    """``engine.kind``."""
+    package: str
+    """The distribution that holds it."""
+    capabilities: Capabilities
+    tested: tuple[str, ...]
+    """Versions of its program that were run against the contract."""
+    stream_path: str
+    """Where answers are asked for."""
+
+    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
+        """Why it cannot sample so, in words; empty if it can. ``goes_on``: an answer that has begun."""
+        ...
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """Of the request for a stream."""
+        ...
+
+    def part(self, event: str, seen: int) -> Part | None:
+        """What an event, in JSON, adds to a stream that has brought ``seen`` tokens; ``None`` if nothing. `ValueError`
+        for what is none: servers are not believed."""
+        ...
+
+    async def meet(self, client: httpx.AsyncClient) -> Met:
+        """Ask who is there."""
+        ...
+
+    async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
+        """Stand still after the present step."""
+        ...
+
+    async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
+        """Use the weights in the directory ``path`` from now on, and call them ``version``."""
+        ...
+
+    async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
+        """Call the weights that it has ``version``."""
+        ...
+
+    async def go_on(self, client: httpx.AsyncClient) -> None:
+        """Go on after a hold."""
+        ...
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int) -> TopScores:
+        """The logprobs of given tokens at temperature 1, and the likeliest entries."""
+        ...
+
+
+async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Ask for what has to succeed; the answer's JSON. :class:`~headrace.errors.ComponentDied` where it does not: what
+    the server has then is not known."""
+    import httpx
+
+    try:
+        answer = await client.post(path, json=body)
+    except httpx.HTTPError as error:
+        raise ComponentDied(
+            f"the server at {client.base_url} broke off {path}: {type(error).__name__}: {error}",
+            remedy="look at the server's log",
+        ) from None
+    if answer.status_code != 200:
+        raise ComponentDied(
+            f"the server at {client.base_url} answered {path} with {answer.status_code}: {answer.text[:1000]}",
+            remedy="look at the server's log; is it started as docs/engines.md says?",
+        )
+    return answer.json() if answer.content else None

@@ -1,0 +1,113 @@
+"""From settings to an engine that is a server: started or found, asked who it is, and closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from headrace.clock import Clock
+from headrace.engine.config import EngineConfig
+from headrace.engine.served.core import Limits, ServedEngine, StagingReceiver
+from headrace.engine.served.dialect import Dialect, Met
+from headrace.engine.served.handover import Handover
+from headrace.engine.served.launching import Wanted, installed, model_alone, refuse_untested
+from headrace.engine.served.server import Command, Server
+from headrace.engine.served.wire import Address, Wire
+from headrace.engine.sglang import command as sglang_command
+from headrace.engine.sglang.dialect import SglangDialect
+from headrace.engine.vllm import command as vllm_command
+from headrace.engine.vllm.dialect import VllmDialect
+from headrace.environ import secret
+from headrace.errors import ConfigError
+from headrace.models.load import read_config
+from headrace.models.weights import weight_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of server."""
+
+    dialect: Dialect
+    own_address: Callable[[Path], Address]
+    """Where one that we start is to listen."""
+    command: Callable[[EngineConfig, Wanted, Address], Command]
+
+
+KINDS = {
+    "vllm": Kind(
+        dialect=VllmDialect(), own_address=vllm_command.own_address, command=vllm_command.command
+    ),
+    "sglang": Kind(
+        dialect=SglangDialect(), own_address=sglang_command.own_address, command=sglang_command.command
+    ),
+}  # fmt: skip
+"""By ``engine.kind``. Another server is a dialect, a command, and a row here and in the capabilities."""
+
+
+@contextmanager
+def served(
+    config: EngineConfig,
+    wanted: Wanted,
+    directory: Path,
+    receiver: StagingReceiver | None,
+    clock: Clock,
+) -> Iterator[ServedEngine]:
+    """The engine, without weights that have a version. ``directory`` is a folder of this run's alone that the server
+    sees: weights go through it. Raises :class:`~headrace.errors.ConfigError` for a server that cannot be had."""
+    kind = KINDS[config.kind]
+    dialect, handover = kind.dialect, Handover(directory)
+    settings, found = config.server, config.server.urls
+    address = Address(url=found[0], token=secret(settings.token_from)) if found else kind.own_address(directory)
+    path = wanted.path if found else model_alone(wanted.path, directory)
+    command = kind.command(config, replace(wanted, path=path), address)
+    server = Server(dialect, address, handover, command)
+    if not found:
+        version = installed(settings, dialect.package)
+        refuse_untested(dialect.name, version, dialect.tested, any_version=settings.any_version)
+        server.start()
+    try:
+        with Wire(address) as wire:
+            met = server.meet(wire, settings.wait_s, clock)
+            refuse_untested(dialect.name, met.version, dialect.tested, any_version=settings.any_version)
+            _refuse_other_model(dialect, address, met, wanted)
+            limits = Limits(vocab_size=vocabulary(wanted.path), max_context=wanted.max_context)
+            yield ServedEngine(wire, server, config, met=met, limits=limits, receiver=receiver, clock=clock)
+    finally:
+        server.close()
+
+
+def skeleton(path: str, dtype: str) -> dict[str, Tensor]:
+    """Tensors like those of the model in the directory ``path``, by name: memory that nothing is written to, for a
+    receiver to put its versions in the place of."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(path), dtype=getattr(torch, dtype))
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in weight_tensors(model).items()
+    }  # fmt: skip
+
+
+def vocabulary(path: str) -> int:
+    """Ids run from 0 to one below it."""
+    return int(read_config(path).vocab_size)
+
+
+def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wanted) -> None:
+    """What can be seen without a token: the rest shows when weights do not fit, or in the first comparison of
+    logprobs."""
+    if met.max_context < wanted.max_context:
+        raise ConfigError(
+            f"{dialect.name} at {address} serves {met.model!r} with a context of {met.max_context} tokens, and "
+            f"{wanted.max_context} are needed",
+            remedy="start it with a longer context, or lower engine.max_context or engine.max_new_tokens",
+        )
+    if Path(met.model).name != Path(wanted.path).name:
+        raise ConfigError(
+            f"{dialect.name} at {address} serves {met.model!r}, and model.path={wanted.path!r} is trained",
+            remedy="start it with the directory of model.path",
+        )

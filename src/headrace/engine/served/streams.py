@@ -1,0 +1,321 @@
+"""The side of a served engine that lives in the wire's loop: one task for each answer, and the commits between them.
+
+queue ──at most so many──▶ stream ──stop, length──▶ ended
+  ▲                          │ ▲
+  └── held while a commit ───┘ └── halted by a commit that ends streams; goes on behind its tokens, or anew
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.clock import Clock
+from headrace.engine.served.answer import Answer, Part
+from headrace.engine.served.dialect import Ask, Dialect, Hold
+from headrace.engine.served.outbox import Outbox
+from headrace.engine.served.server import Server
+from headrace.engine.served.wire import Wire
+from headrace.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk, EngineStats
+from headrace.types.versions import NOT_SAMPLED
+from headrace.types.weights import Interrupt, SwapReport
+
+if TYPE_CHECKING:
+    import httpx
+
+ABORT = "abort"
+_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+_ENDS = frozenset({"", ABORT, *_REASONS})
+_BY_ABORT = frozenset({Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY})
+_PATIENT = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
+HALT_S = 30.0
+"""Longest that a server may take to end its streams once it has said that it stands still."""
+WATCH_S = 5.0
+"""How often a server that has answers to give, and gives none, is looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTerms:
+    """On which answers are streamed."""
+
+    most: int
+    """At once."""
+    flush_tokens: int
+    """A reader is told each time there are so many."""
+    vocab_size: int
+    """Ids run from 0 to one below it."""
+
+
+class Streams:
+    """Owned by the loop: every method is called there."""
+
+    def __init__(self, wire: Wire, server: Server, outbox: Outbox, terms: StreamTerms, clock: Clock) -> None:
+        self._wire, self._server, self._outbox, self._terms, self._clock = wire, server, outbox, terms, clock
+        self._dialect: Dialect = server.dialect
+        self._waiting: list[tuple[tuple[int, int], Answer]] = []
+        self._held: list[Answer] | None = None
+        """Those that came while nothing new is sent; ``None`` while it is."""
+        self._running: dict[int, Answer] = {}
+        self._known: dict[int, Answer] = {}
+        self._going, self._changed = asyncio.Event(), asyncio.Event()
+        self._going.set()
+        self._version = NOT_SAMPLED
+        self._busy_since_s = 0.0
+        self._heard_s = clock.now()
+        self.stats = EngineStats()
+        """Replaced, never changed: any thread may read it."""
+        self._watching = wire.spawn(self._watch())
+
+    def adopt(self, version: int) -> None:
+        """The server has ``version``."""
+        self._version = version
+        self._count(version=version)
+
+    def add(self, answer: Answer) -> None:
+        """Take it into the queue."""
+        self._known[answer.request.request_id] = answer
+        deadline_s = answer.request.deadline_s
+        if deadline_s is not None:
+            asyncio.get_running_loop().call_later(deadline_s, self._late, answer)
+        self._queue(answer)
+        self._admit()
+
+    def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[Chunk]:
+        """Their last chunks; ids that are not known are ignored."""
+        known = [self._known[one] for one in dict.fromkeys(request_ids) if one in self._known]
+        for answer in known:
+            self._leave(answer)
+            if answer.task is not None:
+                answer.task.cancel()
+        self._admit()
+        return [answer.chunk(reason) for answer in known]
+
+    async def hold(self) -> None:
+        """Stand still until :meth:`go_on`."""
+        self._begin_holding()
+        await self._dialect.hold(self._wire.client, Hold())
+
+    async def go_on(self) -> None:
+        """Have work again."""
+        await self._dialect.go_on(self._wire.client)
+        self._end_holding()
+
+    async def swap(self, version: int, mode: Interrupt) -> None:
+        """Have the server use ``version``, and report it."""
+        asked_s = self._clock.now()
+        self._begin_holding(later_only=mode is Interrupt.BATCH)
+        if mode in _PATIENT:
+            await self._until(lambda: not self._running)
+        began_s = self._clock.now()
+        if mode in _BY_ABORT:
+            self._going.clear()
+        recompute = mode is Interrupt.INFLIGHT_RECOMPUTE
+        await self._dialect.hold(self._wire.client, Hold(abort=mode in _BY_ABORT, recompute=recompute))
+        if mode in _BY_ABORT:
+            await self._halt()
+        there = list(self._running.values())
+        await self._dialect.load(self._wire.client, self._server.handover.path(version), version)
+        self.adopt(version)
+        restarted = there if mode is Interrupt.ABORT_RETRY else []
+        wasted = sum(answer.restart() for answer in restarted)
+        await self._dialect.go_on(self._wire.client)
+        self._going.set()
+        self._server.handover.drop_before(version)
+        ended_s = self._clock.now()
+        self._end_holding()
+        self._count(restarted=self.stats.restarted + len(restarted), wasted_tokens=self.stats.wasted_tokens + wasted)
+        forgotten = recompute or mode is Interrupt.ABORT_RESUME
+        self._outbox.report(
+            SwapReport(
+                version=version,
+                gap_s=ended_s - began_s,
+                carried_over=len(there) - len(restarted),
+                restarted=len(restarted),
+                mode=mode,
+                waited_s=began_s - asked_s,
+                wasted_tokens=wasted,
+                recomputed_tokens=sum(len(one.prompt) + len(one.ids) for one in there) if forgotten else 0,
+            )
+        )
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    def _queue(self, answer: Answer) -> None:
+        if self._held is None:
+            heapq.heappush(self._waiting, (answer.key, answer))
+        else:
+            self._held.append(answer)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._terms.most:
+            _, answer = heapq.heappop(self._waiting)
+            request_id = answer.request.request_id
+            if self._known.get(request_id) is not answer:  # withdrawn meanwhile
+                continue
+            if not self._running:
+                self._busy_since_s = self._heard_s = self._clock.now()
+            self._running[request_id] = answer
+            answer.task = self._wire.spawn(self._run(answer))
+        self._count()
+
+    def _leave(self, answer: Answer) -> None:
+        request_id = answer.request.request_id
+        self._known.pop(request_id, None)
+        if self._running.pop(request_id, None) is not None and not self._running:
+            self._count(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
+        self._changed.set()
+
+    def _late(self, answer: Answer) -> None:
+        request_id = answer.request.request_id
+        if self._known.get(request_id) is answer:
+            for chunk in self.withdraw([request_id], StopReason.DEADLINE):
+                self._outbox.put(chunk)
+
+    def _begin_holding(self, *, later_only: bool = False) -> None:
+        if self._held is None:
+            self._held = []
+        if not later_only:
+            self._held += [answer for _, answer in self._waiting]
+            self._waiting = []
+
+    def _end_holding(self) -> None:
+        held, self._held = self._held or [], None
+        for answer in held:
+            self._queue(answer)
+        self._admit()
+
+    async def _halt(self) -> None:
+        """Every stream has ended or been told to; those without a token yet may not have reached the server, so they
+        are asked for again."""
+        for answer in list(self._running.values()):
+            if not answer.halted and len(answer.ids) == answer.stream_begin:
+                assert answer.task is not None
+                answer.task.cancel()
+                del self._running[answer.request.request_id]
+                self._queue(answer)
+        try:
+            async with asyncio.timeout(HALT_S):
+                await self._until(lambda: all(answer.halted for answer in self._running.values()))
+        except TimeoutError:
+            raise ComponentDied(
+                f"{self._dialect.name} stands still, and has not ended its streams for {HALT_S:g} s",
+                remedy="look at its log; another sync.interrupt does not need it",
+            ) from None
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # -- one answer ---------------------------------------------------------------------------------------------------
+
+    async def _run(self, answer: Answer) -> None:
+        try:
+            while (ended := await self._stream(answer)) == ABORT:
+                if self._going.is_set():
+                    raise SequenceFailed(
+                        f"{self._dialect.name} withdrew request {answer.request.request_id}", remedy="look at its log"
+                    )
+                answer.halted = True
+                self._changed.set()
+                await self._going.wait()
+                answer.halted = False
+        except RequestError as error:
+            self._outbox.put(answer.chunk(error=error))
+        else:
+            self._outbox.put(answer.chunk(_REASONS[ended]))
+        self._leave(answer)
+        self._admit()
+
+    async def _stream(self, answer: Answer) -> str:
+        """Until the server ends it; why it did."""
+        import httpx
+
+        answer.stream_begin = len(answer.ids)
+        ask = Ask(
+            ids=[*answer.prompt, *answer.ids],
+            sampling=answer.request.sampling,
+            left=answer.request.sampling.max_new_tokens - len(answer.ids),
+            version=self._version,
+        )
+        try:
+            async with self._wire.client.stream(
+                "POST", self._dialect.stream_path, json=self._dialect.body(ask)
+            ) as reply:
+                if reply.status_code != 200:
+                    raise _refused(self._dialect.name, reply.status_code, (await reply.aread())[:500])
+                return await self._listen(answer, reply)
+        except httpx.HTTPError as error:
+            await self._server.refuse_dead(self._wire.client)
+            raise SequenceFailed(
+                f"{self._dialect.name} broke off an answer: {type(error).__name__}: {error}", remedy="look at its log"
+            ) from None
+
+    async def _listen(self, answer: Answer, reply: httpx.Response) -> str:
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            try:
+                part = self._dialect.part(line.removeprefix("data: "), len(answer.ids) - answer.stream_begin)
+                if part is None:
+                    continue
+                self._take(answer, part)
+                if part.spans is not None:
+                    answer.certify(part.spans)
+            except ValueError as error:
+                raise SequenceFailed(
+                    f"{self._dialect.name} sent what is no part of an answer: {type(error).__name__}: {error}",
+                    remedy="is it of a version that was tested? look at its log",
+                ) from None
+            if part.ended:
+                return part.ended
+        raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
+
+    def _take(self, answer: Answer, part: Part) -> None:
+        if len(part.ids) != len(part.logprobs):
+            raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
+        if max(part.ids, default=0) >= self._terms.vocab_size:
+            raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._terms.vocab_size}")
+        if part.ended not in _ENDS:
+            raise ValueError(f"an end for the reason {part.ended!r}")
+        if len(answer.ids) + len(part.ids) > answer.request.sampling.max_new_tokens:
+            raise ValueError(f"more than {answer.request.sampling.max_new_tokens} tokens")
+        first = answer.stream_begin == len(answer.ids)
+        answer.take(part, self._version)
+        self._heard_s = self._clock.now()
+        self._count(
+            generated_tokens=self.stats.generated_tokens + len(part.ids),
+            prompt_tokens=self.stats.prompt_tokens + (len(answer.prompt) + answer.stream_begin if first else 0),
+            steps=self.stats.steps + 1,
+        )
+        if not part.ended and len(answer.ids) - answer.flushed >= self._terms.flush_tokens:
+            self._outbox.put(answer.chunk())
+
+    async def _watch(self) -> None:
+        """A server that is dead is noticed, whatever it leaves open."""
+        for _ in itertools.count():
+            await asyncio.sleep(WATCH_S)
+            silent_s = self._clock.now() - self._heard_s
+            asked = silent_s >= WATCH_S and bool(self._running) and self._held is None
+            await self._server.refuse_dead(self._wire.client, ask=asked)
+
+    def _count(self, **changed: float) -> None:
+        waiting = len(self._known) - len(self._running)
+        self.stats = msgspec.structs.replace(
+            self.stats, running=len(self._running), waiting=waiting, **changed
+        )  # fmt: skip
+
+
+def _refused(name: str, status: int, body: bytes) -> RequestError:
+    problem = f"{name} answered {status}: {body.decode('utf-8', 'replace')}"
+    if status in (429, 503):
+        return EngineFull(problem, remedy="ask for less at once")
+    return RequestError(problem, remedy="look at the request, and at the server's log")

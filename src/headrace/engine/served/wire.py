@@ -1,0 +1,129 @@
+"""The connections to one server, in an event loop of a thread of its own: the step loop that owns the engine is a plain
+one, and a server is asked many things at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as TookTooLong
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+from headrace.errors import ComponentDied
+
+if TYPE_CHECKING:
+    import httpx
+
+A = TypeVar("A")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CONNECT_S = 20.0
+"""Longest that a connection may take; how long an answer takes, whoever waits for it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server is."""
+
+    url: str
+    """Without a path."""
+    socket: str = ""
+    """Unix socket that it listens at instead; empty: none."""
+    token: str = field(default="", repr=False)
+    """Sent as ``Authorization: Bearer TOKEN``; empty: none is."""
+
+    @property
+    def host(self) -> str:
+        """Of the URL."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """Of the URL."""
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+
+    def __str__(self) -> str:
+        return self.socket or self.url
+
+
+class Wire:
+    """Use it in a ``with`` statement. What runs in its loop may raise: it is over then, and :attr:`failure` says
+    why."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.failure: BaseException | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"wire to {address}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.post(self._main.cancel)
+        self._thread.join()
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        """For use in the loop."""
+        return self._client
+
+    def call(self, work: Coroutine[Any, Any, A], within_s: float) -> A:
+        """What ``work`` returns or raises in the loop. :class:`~headrace.errors.ComponentDied` if it takes longer."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within_s)
+        except TookTooLong:
+            future.cancel()
+            raise ComponentDied(
+                f"the server at {self.address} has not answered for {within_s:g} s", remedy="look at its log"
+            ) from None
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Have it called in the loop; where that has ended, nothing happens."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of the loop, which has to be the one that asks."""
+        return self._group.create_task(work)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._open())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever owns the wire asks for it
+            self.failure = error
+        finally:
+            self._ready.set()
+
+    async def _open(self) -> None:
+        import httpx
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._main, self._loop = task, asyncio.get_running_loop()
+        address = self.address
+        local = bool(address.socket) or address.host in LOOPBACK  # a proxy of the environment is not meant for it
+        async with (
+            httpx.AsyncClient(
+                base_url=address.url,
+                headers={"Authorization": f"Bearer {address.token}"} if address.token else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+                transport=httpx.AsyncHTTPTransport(uds=address.socket, limits=httpx.Limits(max_connections=None))
+                if address.socket
+                else None,
+                limits=httpx.Limits(max_connections=None),
+                trust_env=not local,
+            ) as self._client,
+            asyncio.TaskGroup() as self._group,
+        ):
+            self._ready.set()
+            await asyncio.Event().wait()  # until it is cancelled, or a task of the group has failed

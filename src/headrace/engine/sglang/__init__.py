@@ -1,0 +1,1 @@
+"""SGLang: a server that samples, and takes weights through its own API."""

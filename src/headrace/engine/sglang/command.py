@@ -1,0 +1,51 @@
+"""How SGLang has to be started, by us or by whoever runs it."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.served.launching import Wanted, interpreter
+from headrace.engine.served.server import Command
+from headrace.engine.served.wire import Address
+from headrace.models.devices import CPU
+
+
+def own_address(directory: Path) -> Address:
+    """A port of this machine alone, and a key that only this run knows."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return Address(url=f"http://127.0.0.1:{port}", token=secrets.token_hex(32))
+
+
+def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
+    """For a server at ``address``."""
+    settings = {
+        "--model-path": wanted.path,
+        "--host": address.host,
+        "--port": address.port,
+        "--dtype": wanted.dtype,
+        "--context-length": wanted.max_context,
+        "--max-running-requests": config.max_sequences,
+        "--chunked-prefill-size": config.max_step_tokens,
+        "--random-seed": secrets.randbelow(2**31),  # engines of one fleet must not draw the same
+    }
+    if config.device == CPU:
+        settings["--device"] = CPU
+    if config.cache_share:
+        settings["--mem-fraction-static"] = f"{config.cache_share}"
+    key = ["--api-key", address.token, "--admin-api-key", address.token] if address.token else []
+    argv = [
+        *(interpreter(config.server), "-m", "sglang.launch_server"),
+        *(str(part) for pair in settings.items() for part in pair),
+        *key,
+        *("--incremental-streaming-output", "--enable-cache-report"),
+        *config.server.args,
+    ]
+    variables = {"SGLANG_USE_MODELSCOPE": "0"}
+    if config.device != CPU and not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(config.server.args):
+        variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
+    return Command(argv=argv, variables=variables, secret=address.token)

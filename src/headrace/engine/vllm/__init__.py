@@ -1,0 +1,1 @@
+"""vLLM: a server that samples, and takes weights through its weight-transfer API."""

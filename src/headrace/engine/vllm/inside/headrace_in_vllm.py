@@ -1,0 +1,84 @@
+"""What of Headrace runs inside vLLM: how its workers take new weights.
+
+It is named with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--weight-transfer-config
+'{"backend": "headrace"}'``, and imports nothing of Headrace, which need not be installed there. vLLM's own layerwise
+reloading splits a checkpoint's tensors over its workers and packs them for its kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+BACKEND = "headrace"
+HEAD = "lm_head.weight"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""How the names of what a head may be tied to end."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing has to be agreed on."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where a version is."""
+
+    path: str
+    """A safetensors file that this worker can read."""
+
+
+class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Takes each version from one file."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """There is nothing to open."""
+
+    def start_weight_update(self) -> None:
+        """Layers take tensors in the format of checkpoints again."""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load them all; ``ValueError`` names the parameters that the file has nothing for."""
+        expected = dict(self.model.named_parameters())
+        with safe_open(update_info.path, framework="pt") as file:
+            names = list(file.keys())
+            loaded = set(self.model.load_weights((name, file.get_tensor(name)) for name in names))
+            if HEAD in expected and HEAD not in loaded and self.model_config.hf_config.tie_word_embeddings:
+                # vLLM leaves a tied head out, and a head that is packed apart for its kernel would keep the old weights
+                embedding = next(name for name in names if name.endswith(EMBEDDINGS))
+                expected[HEAD].weight_loader(expected[HEAD], file.get_tensor(embedding))
+                loaded.add(HEAD)
+        missing = sorted(expected.keys() - loaded)
+        if missing:
+            raise ValueError(f"{update_info.path} holds nothing for {', '.join(missing[:5])} ({len(missing)} in all)")
+
+    def finish_weight_update(self) -> None:
+        """Pack what was loaded for the kernels."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """There is nothing to close."""
+
+
+class Extension:
+    """Its being imported registers :class:`SharedFile`, in every worker."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SharedFile)

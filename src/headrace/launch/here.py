@@ -1,0 +1,219 @@
+"""Processes of this machine: each is a session of its own, and lives as long as a pipe that whoever started it
+holds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from headrace.environ import child_environment, shared_memory_root
+from headrace.errors import RunError
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Errand, Process, Site
+from headrace.launch.clients.peer import Peer
+from headrace.launch.leases import Lease
+from headrace.launch.starts import (
+    Briefing,
+    EngineStart,
+    EnvironmentStart,
+    Keep,
+    ScorerStart,
+    Start,
+    extra_environment,
+    write_briefing,
+)
+from headrace.scoring.sandbox.run import LAUNCHER
+from headrace.types.messages import controller
+
+KEEPER_S = 2.0
+"""How long whoever keeps a process may take to end it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What a process finds on its machine."""
+
+    directory: Path
+    """Where its briefing is; only this user can enter it."""
+    log: Path
+    token: str
+    """The run's secret."""
+    num_threads: int
+    """Cores that its libraries may compute with."""
+
+
+class Here:
+    """Starts processes of this machine, which speak over sockets of the run's directory."""
+
+    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
+        """See :class:`~headrace.launch.child.Starter`."""
+        channel = ControllerChannel(site.directory, errand.name, controller.Message)
+        peer = errand.make_peer(channel)
+        log = site.logs / f"{errand.name}.log"
+        home = Home(directory=site.directory, log=log, token=site.token, num_threads=errand.num_threads)
+        try:
+            return peer, await begun(errand.name, Briefing(start=errand.start, ends=channel.ends), home)
+        except OSError as error:
+            peer.close()
+            raise RunError(
+                f"the process {errand.name} cannot be started: {error}",
+                remedy=f"is there room in {site.directory} and {site.logs}, may more processes start (ulimit)?",
+            ) from None
+        except BaseException:
+            peer.close()
+            raise
+
+
+class LocalProcess:
+    """See :class:`~headrace.launch.child.Process`."""
+
+    node = ""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, lifeline: int, *, kept: bool = False, memory: Lease | None = None
+    ) -> None:
+        self._process = process
+        self._lifeline = lifeline
+        self._kept = kept
+        self._memory = memory
+        self._working_pid = 0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def working_pid(self) -> int:
+        if not self._kept:
+            return self.pid
+        if not self._working_pid:
+            with contextlib.suppress(psutil.Error, IndexError):  # it is not there yet, or not any more
+                self._working_pid = psutil.Process(self.pid).children()[0].children()[0].pid
+        return self._working_pid or self.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def told_to_end(self) -> bool:
+        return not self._kept
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        if self._kept and self.returncode is None:
+            await self._ask_keeper()
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left
+            os.killpg(self.pid, signal.SIGKILL)
+        await self.wait()
+
+    async def computed_s(self) -> float:
+        try:
+            times = psutil.Process(self.working_pid).cpu_times()
+        except psutil.Error:  # it has just ended
+            return 0.0
+        return float(times.user + times.system)
+
+    def ending(self) -> str:
+        assert self.returncode is not None
+        return exit_words(self.returncode)
+
+    def last_lines(self, log: Path) -> list[str]:
+        return lines_of(log)
+
+    def close(self) -> None:
+        os.close(self._lifeline)
+        if self._memory is not None:
+            self._memory.end()
+
+    async def _ask_keeper(self) -> None:
+        """Who keeps it ends all of it, and then itself."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KEEPER_S):
+                await self.wait()
+
+
+async def begun(name: str, briefing: Briefing, home: Home) -> LocalProcess:
+    """A process of this machine that is what its briefing says; ``OSError`` where the system refuses."""
+    start, memory = briefing.start, None
+    if isinstance(start, EngineStart) and start.own_weights:
+        memory = Lease.file(shared_memory_root())
+        start = msgspec.structs.replace(start, memory=str(memory.path))
+    try:
+        write_briefing(home.directory / f"{name}.json", msgspec.structs.replace(briefing, start=start))
+        process, lifeline = await _spawned(name, start, home)
+    except BaseException:
+        if memory is not None:
+            memory.end()
+        raise
+    return LocalProcess(process, lifeline, kept=_is_kept(_keep(start)), memory=memory)
+
+
+async def _spawned(name: str, start: Start, home: Home) -> tuple[asyncio.subprocess.Process, int]:
+    """The process, and our end of the pipe that keeps it alive."""
+    environment = {**child_environment(home.token, home.num_threads), **extra_environment(start)}
+    with home.log.open("ab") as output:
+        theirs, ours = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *_program(home.directory, name, _keep(start), theirs),
+                stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
+                start_new_session=True, env=environment,
+            )  # fmt: skip
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+    return process, ours
+
+
+def _keep(start: Start) -> Keep | None:
+    return start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
+
+
+def _is_kept(keep: Keep | None) -> bool:
+    return keep is not None and sys.platform == "linux"
+
+
+def _program(directory: Path, name: str, keep: Keep | None, lifeline: int) -> list[str]:
+    """What to start: the process itself, or what keeps it."""
+    program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
+    if keep is None or not _is_kept(keep):
+        return program
+    order = {"jailed": False, "argv": program, "line": lifeline, "limits": msgspec.structs.asdict(keep)}
+    return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
+
+
+def lines_of(log: Path) -> list[str]:
+    """A log, as far as it can be read."""
+    try:
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def exit_words(code: int) -> str:
+    """An exit code in words.
+
+    >>> exit_words(-9)
+    'was killed by SIGKILL (by hand, or because memory ran out)'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = " (by hand, or because memory ran out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

@@ -1,0 +1,25 @@
+"""Which ways there are to start the processes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from headrace.launch.child import Starter
+from headrace.launch.here import Here
+from headrace.launch.order import Order
+
+
+@asynccontextmanager
+async def _here(order: Order) -> AsyncIterator[Starter]:
+    yield Here()
+
+
+def starting(order: Order) -> AbstractAsyncContextManager[Starter]:
+    """Who starts the processes of ``order``, as ``launch.kind`` says; what it holds of a cluster is given back after
+    the body."""
+    if not order.launch.remote:
+        return _here(order)
+    from headrace.launch.ray.starter import starting_on_ray
+
+    return starting_on_ray(order)

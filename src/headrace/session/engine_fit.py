@@ -1,0 +1,86 @@
+"""Whether the engine of ``engine.kind`` can do what the rest of a run asks of it; told before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from headrace.errors import ConfigError, ModelError
+from headrace.models.load import read_config
+from headrace.models.mixtures import routes
+
+if TYPE_CHECKING:
+    from headrace.session.config import RunConfig
+
+NATIVE = "set engine.kind = 'native'"
+
+
+def refuse_incapable(config: RunConfig) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` for the first thing that this engine cannot do."""
+    engine, can = config.engine, config.engine.can
+    if engine.kind == "native":
+        return
+    if config.sync.interrupt not in can.interrupts:
+        ways = ", ".join(repr(one.value) for one in sorted(can.interrupts))
+        raise ConfigError(
+            f"engine.kind={engine.kind!r} cannot commit with sync.interrupt={config.sync.interrupt.value!r}: it does "
+            "not say which tokens the old weights sampled",
+            remedy=f"set sync.interrupt to one of {ways}, or {NATIVE}",
+        )
+    truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
+    asked = {
+        "model.deterministic=true": (config.model.deterministic and not can.deterministic, "leave it out"),
+        "model.lora, whose adapters alone travel": (config.model.lora is not None and not can.adapters, "leave it out"),
+        "engine.top_k, top_p or min_p": (truncated and not can.truncates, "leave them out"),
+        "learner.keep_sampling_mask=true under engine.top_k, top_p or min_p": (
+            truncated and config.learner.keep_sampling_mask and not can.kept_sets,
+            "set it to false: log π is then that of the whole vocabulary",
+        ),
+        "entropies (observe.record_entropy, or an advantage that reads them)": (
+            (config.observe.record_entropy or "entropies" in config.algo.advantage.reads) and not can.entropies,
+            "leave them out",
+        ),
+        "flow.pivots, whose branches stay under the weights they leave": (
+            config.flow.pivots is not None and not can.pins,
+            "leave them out",
+        ),
+    }
+    for what, (lacking, instead) in asked.items():
+        if lacking:
+            raise ConfigError(f"engine.kind={engine.kind!r} has no {what}", remedy=f"{instead}, or {NATIVE}")
+    if config.launch.start_timeout_s <= engine.server.wait_s:
+        raise ConfigError(
+            f"launch.start_timeout_s={config.launch.start_timeout_s:g} ends an engine that may wait "
+            f"engine.server.wait_s={engine.server.wait_s:g} for its server",
+            remedy=f"set launch.start_timeout_s = {engine.server.wait_s + 30:g}, or a shorter engine.server.wait_s",
+        )
+    if engine.server.urls and len(engine.server.urls) != engine.count:
+        raise ConfigError(
+            f"engine.server.urls names {len(engine.server.urls)} servers for engine.count={engine.count}",
+            remedy="name one for each engine",
+        )
+
+
+def refuse_models(config: RunConfig, others: Collection[str]) -> None:
+    """The same of what model directories tell; ``others``, agents and teachers, have weights of their own."""
+    engine = config.engine
+    if engine.kind == "native":
+        return
+    if others:
+        raise ConfigError(
+            f"engine.kind={engine.kind!r} serves the policy alone, and {min(others)!r} has weights of its own",
+            remedy=f"leave agents and teachers with weights of their own out, or {NATIVE}",
+        )
+    if not engine.can.mixtures and _is_mixture(config.model.path):
+        raise ConfigError(
+            f"engine.kind={engine.kind!r} takes no weights of a mixture of experts: the learner holds its experts "
+            "fused, and a checkpoint one by one",
+            remedy=NATIVE,
+        )
+
+
+def _is_mixture(path: str) -> bool:
+    try:
+        return routes(read_config(path))
+    except ModelError:  # of a family whose routing is not known
+        return True

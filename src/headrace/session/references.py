@@ -1,0 +1,40 @@
+"""What ``headrace check env`` is told to try."""
+
+from __future__ import annotations
+
+import ast
+
+from headrace.bridges import BRIDGES, find_bridge
+from headrace.config.user_code import find_in_file
+from headrace.errors import ConfigError
+
+
+def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
+    """What it is, the reference with a full path, and the file's syntax."""
+    library, _, what = reference.partition("/")
+    if library in BRIDGES and what and (BRIDGES[library].names_file or ".py:" not in what):
+        find_bridge(reference)
+        return "bridge", _with_full_path(library, what), None
+    if ".py:" not in reference:
+        return "program", reference, None
+    path, name = find_in_file(reference, "the environment")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    entry = f"{path.resolve()}:{name}"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return "env", entry, tree
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            parameters = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            is_reward = bool(parameters & {"completion", "completions"})
+            return ("reward" if is_reward else "rollout"), entry, tree
+    raise ConfigError(
+        f"{reference}: {name!r} is no class and no function that this file defines",
+        remedy="name the file that defines it",
+    )
+
+
+def _with_full_path(library: str, what: str) -> str:
+    if not BRIDGES[library].names_file:
+        return f"{library}/{what}"
+    path, name = find_in_file(what, "the environment")
+    return f"{library}/{path.resolve()}:{name}"

@@ -1,0 +1,114 @@
+"""What every engine must keep, as clauses that a test calls: for ours, and for yours.
+
+    with native_rig(model_dir, scratch) as rig:
+        for clause in CLAUSES:
+            keep(clause, rig)
+
+A clause that an engine cannot keep by its capabilities is one that it must refuse, by name. Order matters only in that
+the first clause wants an engine that has had no weights yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace.engine.capabilities import Capabilities
+from headrace.testing import engine_checks as checks
+from headrace.testing.engine_rig import Rig, refuse
+from headrace.types.weights import Interrupt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clause:
+    """One promise."""
+
+    name: str
+    """A sentence."""
+    check: Callable[[Rig], None]
+    """``AssertionError`` where it is broken."""
+    has: Callable[[Capabilities], bool] = lambda can: True
+    refused: Callable[[Rig], None] | None = None
+    """What holds of an engine that has it not; ``None``: there is nothing that could be asked for."""
+
+
+def keep(clause: Clause, rig: Rig) -> str:
+    """``yes``, ``refused`` or ``no``: what the engine makes of ``clause``. ``AssertionError`` where it breaks it."""
+    if clause.has(rig.can):
+        clause.check(rig)
+        return "yes"
+    if clause.refused is None:
+        return "no"
+    clause.refused(rig)
+    return "refused"
+
+
+def _of(mode: Interrupt) -> Clause:
+    return Clause(
+        name=f"commits with `{mode.value}`, and each token has its version",
+        check=lambda rig: checks.interrupted(rig, mode),
+        has=lambda can: mode in can.interrupts,
+        refused=lambda rig: checks.refused_interrupt(rig, mode),
+    )
+
+
+CLAUSES: tuple[Clause, ...] = (
+    Clause(name="nothing is sampled before the first weights", check=checks.first_weights),
+    Clause(name="logprobs are those of what was drawn from, at any temperature", check=checks.logprobs),
+    Clause(
+        name="the same under top-k, top-p, min-p",
+        check=checks.truncated,
+        has=lambda can: can.truncates,
+        refused=checks.no_truncation,
+    ),
+    Clause(name="temperature 0 takes the likeliest token", check=checks.greedy),
+    Clause(name="a stop id ends an answer, and is kept", check=checks.stops),
+    Clause(name="tokens are streamed while an answer grows", check=checks.streams),
+    Clause(name="a bad request is refused, and the others go on", check=checks.bad_requests),
+    Clause(name="a withdrawn request gives what it has", check=checks.withdrawn),
+    Clause(name="a request ends at its deadline", check=checks.deadline),
+    Clause(name="an answer goes on that was begun elsewhere", check=checks.continues),
+    Clause(name="it stands still, and goes on", check=checks.paused),
+    Clause(name="siblings are drawn apart", check=checks.draws_differ),
+    Clause(name="it counts what it does", check=checks.counts),
+    *(_of(mode) for mode in Interrupt),
+    Clause(name="what old weights have cached is not used under new ones", check=checks.prefix_cache),
+    Clause(name="an update that is not newer, or not staged, changes nothing", check=checks.updates),
+    Clause(name="scores given tokens, with the likeliest entries", check=checks.scores, has=lambda can: can.scores),
+    Clause(
+        name="scores at any temperature, under kept-sets and experts",
+        check=checks.warm_scores,
+        has=lambda can: can.exact_scores,
+        refused=checks.no_warm_scores,
+    ),
+    Clause(name="forks an earlier answer", check=checks.forks, has=lambda can: can.forks),
+    Clause(
+        name="forks on the cache of older weights",
+        check=checks.reuse,
+        has=lambda c: c.reuses_stale,
+        refused=checks.no_reuse,
+    ),
+    Clause(
+        name="records kept-sets",
+        check=checks.kept,
+        has=lambda can: can.kept_sets,
+        refused=lambda rig: rig.refuses("kept-sets", top_k=3, record_kept=True),
+    ),
+    Clause(
+        name="records entropies",
+        check=checks.entropies,
+        has=lambda can: can.entropies,
+        refused=lambda rig: rig.refuses("entropies", record_entropy=True),
+    ),
+    Clause(
+        name="keeps a sequence under its weights", check=checks.pinned, has=lambda can: can.pins, refused=checks.no_pins
+    ),
+    Clause(name="a seed fixes the draws", check=checks.seeds, has=lambda can: can.seeds),
+    Clause(
+        name="gives its memory back while it stands still",
+        check=checks.releases,
+        has=lambda can: can.releases,
+        refused=lambda rig: refuse(lambda: rig.core.pause(release=True), "memory"),
+    ),
+)
+"""Routing, mixtures of experts and adapters need other models: what an engine has of them is in its capabilities."""

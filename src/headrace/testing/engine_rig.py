@@ -1,0 +1,229 @@
+"""An engine under test, a learner that publishes into it, and what the readers of its answers have been told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig
+from headrace.engine.base import EngineCore
+from headrace.engine.capabilities import Capabilities
+from headrace.engine.native import NativeEngine
+from headrace.engine.served.config import ServerConfig
+from headrace.engine.served.launching import Wanted
+from headrace.engine.served.make import served, skeleton
+from headrace.errors import HeadraceError
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
+from headrace.sync.config import Route
+from headrace.sync.publisher import Publisher
+from headrace.sync.transports import make_publisher, make_receiver
+from headrace.types.columns import FloatColumn
+from headrace.types.episode import StopReason
+from headrace.types.messages.controller import Chunk
+from headrace.types.messages.engine import Fork, GenerateRequest
+from headrace.types.sampling import Sampling
+from headrace.types.weights import Interrupt, SwapReport
+
+FLUSH = 8
+"""``engine.flush_tokens`` of an engine under test."""
+CLOSE = 1e-4
+"""How far two float32 passes over the same tokens may be apart, in log-probability."""
+PATIENCE_S = 120.0
+MAX_CONTEXT = 512
+SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
+
+
+@dataclass(slots=True, kw_only=True)
+class Told:
+    """What the reader of one request has been told."""
+
+    prompt: list[int]
+    """What it was sampled after."""
+    ids: list[int] = field(default_factory=list)
+    """Of the answer so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each."""
+    versions: list[int] = field(default_factory=list)
+    """Of each."""
+    chunks: list[Chunk] = field(default_factory=list)
+    """As they came."""
+    reason: StopReason | None = None
+    """``None`` while it goes on."""
+    error: str = ""
+    """Empty where there is none."""
+
+    def take(self, chunk: Chunk) -> None:
+        """One chunk more."""
+        assert not self.ended, "a chunk came after the last"
+        self.chunks.append(chunk)
+        if chunk.restarted:
+            self.ids, self.logprobs, self.versions = [], [], []
+        self.ids += chunk.ids_T.tolist()
+        self.logprobs += chunk.logprobs_T.tolist()
+        self.versions += chunk.versions_T.tolist()
+        self.reason, self.error = chunk.stop_reason, chunk.error
+
+    @property
+    def ended(self) -> bool:
+        """Whether there will be no more."""
+        return self.reason is not None or bool(self.error)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rig:
+    """An engine, and a learner whose weights it is given."""
+
+    core: EngineCore
+    can: Capabilities
+    model: PreTrainedModel
+    """The learner's, which can be called on its own."""
+    publisher: Publisher
+    version: int = -1
+    weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """Of every version that was published."""
+    told: dict[int, Told] = field(default_factory=dict)
+    """By the request's number."""
+    requests: int = 0
+    """Made so far."""
+
+    def ask(self, prompt: Sequence[int], *, fork: Fork | None = None, **sampling: object) -> int:
+        """Add a request; its number."""
+        request = self.request(prompt, **sampling)
+        self.core.add(GenerateRequest(request_id=request.request_id, prompt_ids_T=request.prompt_ids_T,
+                                      sampling=request.sampling, fork=fork))  # fmt: skip
+        return self.follow(request)
+
+    def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
+        """A request that nobody has been asked for yet."""
+        self.requests += 1
+        wanted = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
+        return GenerateRequest(
+            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=wanted
+        )  # fmt: skip
+
+    def follow(self, request: GenerateRequest) -> int:
+        """From now on what it is told is noted."""
+        self.told[request.request_id] = Told(prompt=request.prompt_ids_T.tolist())
+        return request.request_id
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Step until then."""
+        clock = RealClock()
+        limit_s = clock.now() + PATIENCE_S
+        while not reached():
+            assert clock.now() < limit_s, "the engine has not come so far in time"
+            if self.core.has_work():
+                self.note(self.core.step())
+
+    def note(self, chunks: Sequence[Chunk]) -> None:
+        """Chunks that came another way."""
+        for chunk in chunks:
+            self.told[chunk.request_id].take(chunk)
+
+    def finish(self, *numbers: int) -> list[Told]:
+        """What these have been told when they have ended."""
+        self.until(lambda: all(self.told[number].ended for number in numbers))
+        return [self.told[number] for number in numbers]
+
+    def publish(self, mode: Interrupt) -> SwapReport:
+        """Change the learner's weights a little, and commit them."""
+        self.stage()
+        self.core.commit(self.version, mode)
+        return self.swapped()
+
+    @torch.no_grad()
+    def stage(self) -> None:
+        """The first half."""
+        self.version += 1
+        if self.version:
+            for tensor in self.model.parameters():
+                tensor.mul_(1.03)
+        self.weights[self.version] = {name: value.clone() for name, value in self.model.state_dict().items()}
+        slot = self.version % 2
+        self.publisher.copy(slot)
+        self.core.stage(self.publisher.announce(self.version, slot))
+
+    def swapped(self) -> SwapReport:
+        """The report of the commit that was asked for."""
+        reports: list[SwapReport] = []
+
+        def reported() -> bool:
+            reports.extend(self.core.take_swaps())
+            return bool(reports)
+
+        self.until(reported)
+        return reports[-1]
+
+    @torch.inference_mode()
+    def reference(self, version: int, told: Told, temperature: float = 1.0) -> FloatColumn:
+        """The logprobs of an answer under the weights of ``version``, by one pass of transformers itself."""
+        self.model.load_state_dict(self.weights[version])
+        logits_TV = self.model(input_ids=torch.tensor([told.prompt + told.ids]), use_cache=False).logits[0]
+        scaled_TV = logits_TV[len(told.prompt) - 1 : -1].double() / temperature
+        found_T = scaled_TV.log_softmax(-1).gather(1, torch.tensor(told.ids)[:, None])[:, 0]
+        self.model.load_state_dict(self.weights[self.version])
+        column_T: FloatColumn = found_T.float().numpy()
+        return column_T
+
+    def refuses(self, words: str, **sampling: object) -> None:
+        """A request with that sampling is refused, in these words, and nothing else is disturbed."""
+        request = self.request([3, 4], **sampling)
+        refuse(lambda: self.core.add(request), words)
+
+
+def refuse(act: Callable[[], object], words: str) -> None:
+    """It raises an error of ours that says them."""
+    said = ""
+    try:
+        act()
+    except HeadraceError as error:
+        said = str(error)
+    assert said, f"nothing was refused, though {words!r} cannot be done"
+    assert words in said, f"the refusal does not say {words!r}: {said}"
+
+
+def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
+    """Two columns of logprobs agree."""
+    apart = np.abs(np.asarray(found) - np.asarray(expected))
+    assert len(apart), "there is nothing to compare"
+    assert apart.max() < CLOSE, f"logprobs are {apart.max():.2g} apart"
+
+
+@contextmanager
+def native_rig(model_dir: Path, scratch: Path) -> Iterator[Rig]:
+    """The embedded engine, over the model in ``model_dir``."""
+    model = load_model(ModelConfig(path=str(model_dir)))
+    config = EngineConfig(**SETTINGS)
+    receiver = make_receiver(Route(), weight_tensors(model))
+    core = NativeEngine(model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=RealClock())
+    with _learner(model_dir, scratch) as (learner, publisher):
+        yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
+
+
+@contextmanager
+def served_rig(kind: str, server: ServerConfig, model_dir: Path, scratch: Path) -> Iterator[Rig]:
+    """An engine that is a server of ``kind``, started or found."""
+    config = EngineConfig.model_validate({**SETTINGS, "kind": kind, "server": server.model_dump()})
+    receiver = make_receiver(Route(), skeleton(str(model_dir), "float32"))
+    wanted = Wanted(path=str(model_dir), dtype="float32", max_context=MAX_CONTEXT)
+    with (
+        _learner(model_dir, scratch) as (learner, publisher),
+        served(config, wanted, scratch, receiver, RealClock()) as core,
+    ):
+        yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
+
+
+@contextmanager
+def _learner(model_dir: Path, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
+    model = load_model(ModelConfig(path=str(model_dir)))
+    model.set_attn_implementation("sdpa")
+    with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:
+        yield model, publisher

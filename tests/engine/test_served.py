@@ -1,0 +1,279 @@
+"""An engine that is a server: what it is told, what it is not believed, and what is said when it is not what it should
+be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig
+from headrace.engine.served.answer import Answer, Part, Span
+from headrace.engine.served.config import ServerConfig
+from headrace.engine.served.dialect import Ask
+from headrace.engine.served.launching import Wanted, model_alone
+from headrace.engine.served.make import served
+from headrace.engine.served.wire import Address
+from headrace.engine.sglang import command as sglang_command
+from headrace.engine.sglang.dialect import SglangDialect
+from headrace.engine.vllm.command import command
+from headrace.engine.vllm.dialect import VllmDialect
+from headrace.errors import ComponentDied, ConfigError
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.testing import engine_servers
+from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, served_rig
+from headrace.testing.engine_servers import fake_server
+from headrace.types.messages.engine import GenerateRequest
+from headrace.types.sampling import Sampling
+from headrace.types.weights import Interrupt
+
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm-0.32.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
+
+
+def bare(lines: list[str]) -> list[str]:
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+
+
+def events(lines: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in bare(lines)]
+
+
+def shape(tree: Any) -> Any:
+    """Names and kinds; of a list, those of what it holds."""
+    if isinstance(tree, dict):
+        return {key: shape(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [shape(tree[0])] if tree else []
+    return type(tree).__name__
+
+
+def test_recorded_answer_of_vllm_becomes_tokens_logprobs_and_versions() -> None:
+    first, last = (
+        VllmDialect().part(event, seen) for event, seen in zip(bare(RECORDED["stream"]), (0, 2), strict=True)
+    )
+    assert first == Part(ids=[6, 3], logprobs=[-0.8261509537696838, -3.253582000732422])
+    assert last is not None
+    assert (last.ids, last.ended) == ([4], "length")
+    assert last.spans == (Span(version="6", start=0, end=3),)
+
+
+def test_fake_says_what_vllm_was_recorded_to_say(model: Path) -> None:
+    body = VllmDialect().body(Ask(ids=[3, 4, 5], sampling=Sampling(max_new_tokens=3), left=3, version=0))
+    with fake_server("vllm", model) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
+        for path, name in (("/version", "version"), ("/v1/models", "models"), ("/weight_info", "weight_info")):
+            assert shape(client.get(path).json()) == shape(RECORDED[name])
+        lines = client.post("/inference/v1/generate", json=body).text.split("\n\n")
+        assert shape(events(lines)[0]) == shape(events(RECORDED["stream"])[0])
+        assert shape(events(lines)[-1]) == shape(events(RECORDED["stream"])[-1])
+        refused = client.post(
+            "/inference/v1/generate", json={**body, "sampling_params": {**body["sampling_params"], "top_p": 0.0}}
+        )
+        assert refused.status_code == RECORDED["refused"]["status"]
+        assert refused.json()["error"].keys() == RECORDED["refused"]["body"]["error"].keys()
+
+
+def test_no_seed_is_sent_to_vllm() -> None:
+    asked = Ask(ids=[3], sampling=Sampling(max_new_tokens=3, seed=7), left=3, version=0)
+    assert "seed" not in VllmDialect().body(asked)["sampling_params"]
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+KEYS = st.sampled_from(
+    ("choices", "token_ids", "logprobs", "content", "logprob", "finish_reason", "weight_versions", "version", "start",
+     "end", "meta_info", "completion_tokens", "output_token_logprobs", "type", "error")
+)  # fmt: skip
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+@given(tree=TREES, cut=st.integers(0, 400), dialect=st.sampled_from((VllmDialect(), SglangDialect())))
+def test_whatever_a_server_sends_is_a_part_or_no_part_or_refused(tree: Any, cut: int, dialect: Any) -> None:
+    event = json.dumps(tree)[: 10**6 if cut > 300 else cut]
+    try:
+        part = dialect.part(event, 0)
+    except ValueError:
+        return
+    if part is not None:
+        taken = answer()
+        taken.take(part, 0)
+        with contextlib.suppress(ValueError):
+            taken.certify(part.spans or ())
+        assert taken.chunk().ids_T.tolist() == list(part.ids)
+
+
+def answer(**told: Any) -> Answer:
+    request = GenerateRequest(request_id=1, prompt_ids_T=np.array([3], np.int32), sampling=Sampling(max_new_tokens=9))
+    return Answer(request=request, prompt=[3], arrival=0, **told)
+
+
+def test_token_that_arrives_after_the_commit_gets_the_version_that_sampled_it() -> None:
+    late = answer()
+    late.take(Part(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    late.take(Part(ids=[7], logprobs=[-1.0]), 1)
+    late.certify([Span(version="0", start=0, end=3)])
+    assert late.chunk().versions_T.tolist() == [0, 0, 0]
+
+
+def test_reader_who_was_told_another_version_is_told_again() -> None:
+    late = answer()
+    late.take(Part(ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
+    assert late.chunk().versions_T.tolist() == [1, 1]
+    late.certify([Span(version="0", start=0, end=1), Span(version="1", start=1, end=2)])
+    again = late.chunk()
+    assert again.restarted
+    assert (again.ids_T.tolist(), again.versions_T.tolist()) == ([5, 6], [0, 1])
+    assert again.logprobs_T.tolist() == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize("spans", [[Span(version="0", start=0, end=3)], [Span(version="default", start=0, end=2)]])
+def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(spans: list[Span]) -> None:
+    odd = answer()
+    odd.take(Part(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    with pytest.raises(ValueError, match=r"versions of|invalid literal"):
+        odd.certify(spans)
+
+
+# -- who is there ---------------------------------------------------------------------------------------------------
+
+
+def opened(model: Path, directory: Path, url: str, **server: Any) -> Any:
+    config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"urls": [url], **server}})
+    return served(
+        config, Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT), directory, None, RealClock()
+    )
+
+
+def refused(model: Path, directory: Path, url: str, **server: Any) -> str:
+    with pytest.raises(ConfigError) as told, opened(model, directory, url, **server):
+        pass
+    return str(told.value)
+
+
+def test_server_that_does_not_answer_is_named_with_how_long_and_how_to_start_it(model: Path, tmp_path: Path) -> None:
+    told = refused(model, tmp_path, "http://127.0.0.1:9", wait_s=0.6)
+    for words in ("vLLM at http://127.0.0.1:9", "after 0.6 s", "ConnectError", "vllm.entrypoints.cli.main serve",
+                  "--port 9", "VLLM_SERVER_DEV_MODE=1", "headrace_in_vllm.Extension"):  # fmt: skip
+        assert words in told
+
+
+def test_server_of_another_version_is_refused_with_those_that_were_tested(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_servers, "VLLM_VERSION", "0.9.1")
+    with fake_server("vllm", model) as (url, _):
+        told = refused(model, tmp_path, url)
+        assert "vLLM 0.9.1 was not tested: tested are 0.32" in told
+        with opened(model, tmp_path, url, any_version=True) as engine:
+            assert engine.facts()["server"] == "vLLM 0.9.1"
+
+
+def test_server_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", TinySpec(vocab="01"))
+    with fake_server("vllm", model) as (url, _):
+        assert f"serves {str(model)!r}, and model.path={str(other)!r} is trained" in refused(other, tmp_path, url)
+
+
+def test_server_whose_tensors_have_other_shapes_ends_the_engine_with_what_it_said(model: Path, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other" / "m", TinySpec(vocab="0123456789+= abcdefgh", intermediate_size=64))
+    with (
+        fake_server("vllm", other) as (url, _),
+        served_rig("vllm", ServerConfig(urls=(url,)), model, tmp_path) as rig,
+        pytest.raises(ComponentDied, match="/finish_weight_update with 500"),
+    ):
+        rig.publish(Interrupt.INFLIGHT)
+
+
+def test_server_without_routes_for_weights_is_refused(model: Path, tmp_path: Path) -> None:
+    answers = {"/health": "{}", "/version": '{"version": "0.32.0"}', "/v1/models": json.dumps(RECORDED["models"])}
+    with plain_server(answers) as url:
+        assert "VLLM_SERVER_DEV_MODE=1" in refused(model, tmp_path, url)
+
+
+def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as running, ExitStack() as engine:
+        url, _ = running.enter_context(fake_server("vllm", model))
+        rig = engine.enter_context(served_rig("vllm", ServerConfig(urls=(url,)), model, tmp_path))
+        rig.publish(Interrupt.INFLIGHT)
+        number = rig.ask([3, 4], max_new_tokens=400)
+        rig.until(lambda: bool(rig.told[number].ids))
+        httpx.post(f"{url}/pause?mode=keep", trust_env=False)
+        running.close()
+        # with this request or with a next one: it ends slowly
+        with pytest.raises(ComponentDied, match=f"vLLM at {url}"):
+            all(rig.finish(one) for one in (number, *(rig.ask([3, 4]) for _ in range(9))))
+
+
+def test_interpreter_without_vllm_is_told_what_to_install(model: Path, tmp_path: Path) -> None:
+    config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"python": sys.executable}})
+    wanted = Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
+    with pytest.raises(ConfigError, match="pip install vllm"), served(config, wanted, tmp_path, None, RealClock()):
+        pass
+
+
+def test_started_server_hears_a_socket_of_this_user_alone_and_its_draws_are_its_own(model: Path) -> None:
+    config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"args": ["--enforce-eager"]}})
+    wanted, address = (
+        Wanted(path=str(model), dtype="float32", max_context=99),
+        Address(url="http://vllm", socket="/x/s"),
+    )
+    first, second = (command(config, wanted, address).argv for _ in range(2))
+    assert first[first.index("--uds") + 1] == "/x/s"
+    assert first[first.index("--logprobs-mode") + 1] == "processed_logprobs"
+    assert first[-1] == "--enforce-eager"
+    assert first[first.index("--seed") + 1] != second[second.index("--seed") + 1]
+
+
+def test_key_of_a_server_is_in_its_command_and_in_no_words(model: Path) -> None:
+    config = EngineConfig.model_validate({**SETTINGS, "kind": "sglang", "server": {"any_version": True}})
+    address = sglang_command.own_address(model)
+    made = sglang_command.command(config, Wanted(path=str(model), dtype="float32", max_context=99), address)
+    assert made.argv[made.argv.index("--api-key") + 1] == address.token
+    assert address.token not in str(made)
+    assert "--api-key KEY" in str(made)
+
+
+def test_files_beside_a_model_are_not_shown_to_a_server(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (source / name).touch()
+    assert model_alone(str(source), tmp_path) == str(source)
+    (source / "optimizer.safetensors").touch()
+    view = Path(model_alone(str(source), tmp_path))
+    assert (view.name, sorted(path.name for path in view.iterdir())) == ("m", ["config.json", "model.safetensors"])
+
+
+@contextmanager
+def plain_server(answers: dict[str, str]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = answers.get(self.path)
+            self.send_response(404 if known is None else 200)
+            self.end_headers()
+            self.wfile.write((known or "{}").encode())
+
+        log_message: Callable[..., None] = lambda *_: None
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()

@@ -1,0 +1,64 @@
+"""What an engine lacks is refused when the run is loaded, by name and with a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.config import validate
+from headrace.engine.fleet import FleetConfig
+from headrace.errors import ConfigError
+from headrace.models.devices import Devices
+from headrace.policy import PolicyConfig
+from headrace.session import load_config
+
+WAITS = ("engine.kind=vllm", "launch.start_timeout_s=400")
+
+
+def told(kind: str, *settings: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config({"model": {"path": "m"}}, [f"engine.kind={kind}", "launch.start_timeout_s=400", *settings])
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("vllm", ["sync.interrupt=stream"], "sync.interrupt='stream'"),
+        ("vllm", ["sync.interrupt=sleep"], "'inflight_recompute'"),
+        ("sglang", [], "sync.interrupt='inflight'"),
+        ("sglang", ["sync.interrupt=drain", "engine.top_p=0.9"], "no engine.top_k, top_p or min_p"),
+        ("vllm", ["engine.top_p=0.9"], "learner.keep_sampling_mask=true"),
+        ("vllm", ["model.deterministic=true"], "model.deterministic"),
+        ("vllm", ["model.lora.rank=4"], "model.lora"),
+        ("vllm", ["observe.record_entropy=true"], "entropies"),
+        ("vllm", ['engine.server.urls=["http://a"]', "engine.count=2"], "1 servers for engine.count=2"),
+        ("vllm", ["engine.cache_tokens=99"], "engine.cache_tokens=99 is of engine.kind='native'"),
+        ("vllm", ["engine.stream_steps=2"], "engine.stream_steps=2"),
+        ("vllm", ['engine.server.urls=["a"]'], "'a', which is no URL"),
+        ("vllm", ['engine.server.urls=["http://a"]', "engine.server.python=p"], "engine.server.python"),
+        ("vllm", ["engine.server.token_from=KEY"], "engine.server.token_from"),
+        ("vllm", ["launch.start_timeout_s=100"], "engine.server.wait_s=110"),
+        ("native", ["engine.server.python=p"], "engine.kind='native' has none"),
+        ("vlm", [], "engine.kind='vlm'"),
+    ],
+)
+def test_what_the_engine_lacks_is_refused_at_load(kind: str, settings: list[str], words: str) -> None:
+    said = told(kind, *settings)
+    assert words in said
+    assert "remedy" in said
+
+
+def test_what_the_engine_has_is_taken() -> None:
+    config = load_config({"model": {"path": "m"}}, [*WAITS, "engine.top_p=0.9", "learner.keep_sampling_mask=false"])
+    assert config.engine.can.truncates
+
+
+def test_each_engine_of_a_fleet_has_its_own_server() -> None:
+    fleet = FleetConfig.model_validate({"kind": "vllm", "count": 2, "server": {"urls": ["http://a", "http://b"]}})
+    devices = Devices(engines=("cpu", "cpu"), learner=("cpu",))
+    assert [fleet.of_one(place, devices).server.urls for place in range(2)] == [("http://a",), ("http://b",)]
+
+
+def test_loop_of_ones_own_has_its_engine_in_its_process() -> None:
+    with pytest.raises(ConfigError, match="a policy of a loop of its own"):
+        validate(PolicyConfig, {"model": {"path": "m"}, "engine": {"kind": "vllm"}})
