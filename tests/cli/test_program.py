@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import headrace as library
 from headrace.cli import main
+from headrace.cli.ahead import plan_line
 from headrace.cli.output import complain
 from headrace.errors import RunError
+from headrace.session import load_config
 from tests.session.runs import headrace, make_run, tiny_model
 
 
@@ -141,6 +144,16 @@ def test_a_dry_run_says_what_would_happen_and_starts_nothing(program: Program, r
     }  # fmt: skip
     assert not (run_file.parent / "run").exists()
     assert "take turns" in program("train", run_file, "--dry-run", "--set", "flow.max_age=0").out
+    assert "Plan (" in said.out
+
+
+def test_a_dry_run_on_a_cluster_says_where_its_plan_is(run_file: Path) -> None:
+    ours = run_file.read_text().replace("engine_threads = 1\n", "").replace("learner_threads = 1\n", "")
+    run_file.write_text(ours)
+    config = load_config(run_file, ["launch.kind=ray", "sync.transport=http"])
+    line = plan_line(SimpleNamespace(config=config, devices=None))
+    assert "headrace plan RUN.toml --cluster" in line
+    assert "Plan (" not in line
 
 
 def test_a_dry_run_finds_what_the_run_would_refuse(program: Program, run_file: Path) -> None:

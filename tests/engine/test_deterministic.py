@@ -18,6 +18,7 @@ from headrace.clock import RealClock
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import Limits, find_support, sample, sample_from
 from headrace.errors import ModelError
+from headrace.flow.ledger.browse import Browser, Wanted
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, load_model
@@ -26,6 +27,7 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.models.routing import find_routing
 from headrace.types.batch import Batch
+from headrace.types.episode import EpisodeKey
 from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import Tokens
@@ -272,3 +274,14 @@ def test_in_a_whole_run_engine_and_learner_do_not_differ_at_all(tmp_path: Path) 
     figures = [line["metrics"]["mismatch_abs"] for line in lines if "mismatch_abs" in line.get("metrics", {})]
     assert figures
     assert set(figures) == {0.0}
+    browser = Browser.of_run(directory)
+    fresh = []
+    for row in browser.page(Wanted(status="trained"), order="oldest", limit=100):
+        episode, learned = browser.episode(EpisodeKey(row.group, row.place)), browser.learned(row.group)
+        assert episode is not None
+        assert learned is not None
+        for turn, gaps_T in learned.gaps(episode).items():
+            fresh += gaps_T[episode.turns[turn].tokens.versions_T == row.step].tolist()
+    browser.close()
+    assert len(fresh) > 8
+    assert set(fresh) == {0.0}  # the ledger says it of every token

@@ -7,12 +7,15 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger import Fates, SqliteLedger
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Note, Operation, Submit
+from headrace.flow.ledger.browse import Browser
 from headrace.types.group import GroupState
+from headrace.types.scored import Learned
 from tests.flow.episodes import as_told, ended, sampled
 
 SIZE = 2
@@ -38,8 +41,17 @@ def move(number: int, state: GroupState, **details: int | str) -> Move:
     return Move(numbers=(number,), state=state, at_s=2.0, **details)
 
 
-def train(step: int, number: int) -> EndStep:
-    return EndStep(step=step, numbers=(number,), trained_tokens=8, dropped_tokens={}, ages={0: 5, 1: 3}, at_s=3.0)
+def train(step: int, number: int, learned: Learned | None = None) -> EndStep:
+    return EndStep(
+        step=step, numbers=(number,), trained_tokens=8, dropped_tokens={}, ages={0: 5, 1: 3}, at_s=3.0, learned=learned
+    )
+
+
+def learned(number: int) -> Learned:
+    two = np.arange(2, dtype=np.int32)
+    return Learned(
+        groups_E=two * 0 + number, places_E=two, sizes_E=two + 3, log_pi_L=np.full(7, -number - 0.5, np.float32)
+    )
 
 
 def commit(version: int, number: int) -> CommitVersion:
@@ -143,6 +155,21 @@ def test_second_crash_after_a_newer_checkpoint_keeps_what_that_contains(ledger: 
     assert recalled.num_released == 1
     assert [(group.number, group.state, group.step) for group in recalled.groups] == [(1, GroupState.READY, 1)]
     assert ledger.conservation().holds
+
+
+def test_what_a_step_made_of_its_tokens_is_kept_until_the_step_is_made_again(ledger: SqliteLedger, path: Path) -> None:
+    for number in range(2):
+        taken = move(number, GroupState.TAKEN, step=number)
+        apply(ledger, *ready(number), taken, train(number, number, learned(number)), commit(number + 1, number))
+    browser = Browser(path)
+    for number in range(2):
+        found = browser.learned(number)
+        assert found is not None
+        assert found.log_pi_L.tolist() == learned(number).log_pi_L.tolist()
+    ledger.recall(1)
+    assert browser.learned(0) is not None
+    assert browser.learned(1) is None
+    browser.close()
 
 
 def test_dropped_group_stays_dropped_with_its_reason(ledger: SqliteLedger) -> None:

@@ -51,9 +51,10 @@ def _special(directory: Path, name: str) -> Found:
     found: list[Found] = []
     for layout in special.layouts:
         learner = _learner(directory, layout, kind=special.kind, algo=special.algo, config=special.config)
-        metrics = learner.forward_backward(special.batch())
-        worst = max(_apart(gradient, expected[key]) for key, gradient in gradients(learner).items())
-        found.append({"layout": layout, "metrics": metrics, "worst": worst})
+        gradient = learner.core.forward_backward(special.batch())
+        worst = max(_apart(value, expected[key]) for key, value in gradients(learner).items())
+        told = {"metrics": gradient.metrics, "log_pi": gradient.log_pi_N.tolist()}
+        found.append({"layout": layout, "worst": worst, **told})
     return {"found": found}
 
 
@@ -117,10 +118,10 @@ def parts(directory: Path) -> Found:
     batch = random_batch(num_samples=7)
     learner.core.add(part(batch, [0, 1]))
     learner.core.add(part(batch, [2]))
-    metrics = learner.core.finish().metrics
+    gradient = learner.core.finish()
     expected = _expected(directory, "dense")
-    worst = max(_apart(gradient, expected[name]) for name, gradient in gradients(learner).items())
-    return {"metrics": metrics, "worst": worst}
+    worst = max(_apart(value, expected[name]) for name, value in gradients(learner).items())
+    return {"metrics": gradient.metrics, "log_pi": gradient.log_pi_N.tolist(), "worst": worst}
 
 
 def scores(directory: Path) -> Found:

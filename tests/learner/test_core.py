@@ -21,6 +21,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.types.batch import Batch
 from tests.learner import reference
 from tests.learner.builders import Setup, assert_close, assert_same_bits, gradients, random_batch, weights
+from tests.learner.test_prefixes import alike
 
 
 @pytest.fixture
@@ -65,6 +66,22 @@ def test_result_does_not_depend_on_the_microbatches(setup, algo, budget):
     assert_close(gradients(cut), gradients(whole))
     for name in ("loss", "entropy", "mismatch_kl", "ess", "age_mean", "age_max"):
         assert many.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokens_per_microbatch": 20}, {"share_prefixes": True}])
+def test_a_step_tells_log_pi_of_every_token_that_carried_loss(setup, settings):
+    learner = replace(setup, config={"tokens_per_microbatch": 60, **settings}).learner()
+    batch = alike()
+    spoiled = batch.logprobs_N.copy()
+    spoiled[np.flatnonzero(batch.mask_N)[3]] = np.nan
+    batch = with_column(batch, logprobs_N=spoiled)
+    before = learner.logprobs(batch)
+    report = learner.train(batch)
+    trained_N = batch.mask_N & np.isfinite(spoiled)
+    assert report.log_pi_N.dtype == np.float32
+    assert np.isnan(report.log_pi_N[~trained_N]).all()
+    np.testing.assert_allclose(report.log_pi_N[trained_N], before[trained_N], atol=1e-5)
+    assert np.abs(learner.logprobs(batch) - before).max() > 1e-3
 
 
 def test_gradients_of_two_calls_add_up(setup):

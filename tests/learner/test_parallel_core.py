@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from headrace.types.tokens import FloatColumn
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_core_cases import AVERAGE, DISTIL, PENALTY, SPECIAL, penalised
 from tests.learner.test_parallel import KINDS, Found, answer, run
@@ -34,12 +36,14 @@ def alone(place: Path) -> Found:
         learner = Setup(
             model_dir=place / special.kind, algo=special.algo, config={**CONFIG, **special.config}
         ).learner()
-        found[name] = learner.forward_backward(special.batch()).metrics
+        gradient = learner.forward_backward(special.batch())
+        found[name], found[f"{name} log_pi"] = gradient.metrics, gradient.log_pi_N
         save_file(gradients(learner), place / f"{name}.gradients")
     learner = Setup(model_dir=place / "dense", config=CONFIG).learner()
     batch = random_batch(num_samples=7)
     found["scores"] = learner.logprobs(batch)
-    found["parts"] = learner.forward_backward(batch).metrics
+    gradient = learner.forward_backward(batch)
+    found["parts"], found["parts log_pi"] = gradient.metrics, gradient.log_pi_N
     save_file(gradients(learner), place / "dense.gradients")
     learner.optim_step()
     learner.train(random_batch(step=1, num_samples=7))
@@ -70,12 +74,17 @@ def assert_metrics(found: Found, expected: Found) -> None:
         assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+def assert_columns(found: list[float], expected: FloatColumn) -> None:
+    np.testing.assert_allclose(found, expected, atol=1e-5)  # NaN where no loss was carried
+
+
 @pytest.mark.parametrize("name", list(SPECIAL))
 def test_what_one_process_can_do_ranks_can(two: Found, alone: Found, name: str) -> None:
     cases = answer(two, name)["found"]
     assert len(cases) == len(SPECIAL[name].layouts)
     for case in cases:
         assert case["worst"] < 1e-5, case["layout"]
+        assert_columns(case["log_pi"], alone[f"{name} log_pi"])
         differs = case["metrics"].pop("routing_differs", None)
         if differs is not None:  # a row that fills up a part of a context is counted, too
             assert differs == pytest.approx(alone[name]["routing_differs"], abs=0.02)
@@ -86,6 +95,7 @@ def test_a_batch_in_parts_adds_up_over_ranks(two: Found, alone: Found) -> None:
     found = answer(two, "parts")
     assert found["worst"] < 1e-5
     assert_metrics(found["metrics"], alone["parts"])
+    assert_columns(found["log_pi"], alone["parts log_pi"])
 
 
 def test_an_average_of_sharded_weights_is_that_of_whole_ones(two: Found, alone: Found) -> None:

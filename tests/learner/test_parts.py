@@ -43,13 +43,17 @@ def test_parts_of_whole_groups_add_up_to_the_batch(setup, reduction):
     spoiled[np.flatnonzero(batch.mask_N)[3]] = np.nan
     batch = msgspec.structs.replace(batch, logprobs_N=spoiled)
     expected = whole.forward_backward(batch)
-    for groups in ([2], [0, 3], [1]):
-        streamed.add(part(batch, groups))
+    came = [part(batch, groups) for groups in ([2], [0, 3], [1])]
+    for each in came:
+        streamed.add(each)
     found = streamed.finish()
     assert_close(gradients(streamed), gradients(whole))
     assert found.trained_tokens == expected.trained_tokens
     assert found.dropped_tokens == expected.dropped_tokens
     assert sum(found.dropped_tokens.values()) == 1
+    log_pi_N = np.concatenate([whole.logprobs(each) for each in came])
+    trained_N = np.concatenate([each.mask_N & np.isfinite(each.logprobs_N) for each in came])
+    np.testing.assert_allclose(found.log_pi_N, np.where(trained_N, log_pi_N, np.nan), atol=1e-5)
     for name in ("loss", "tokens", "entropy", "mismatch_kl", "age_mean"):
         assert found.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
     assert streamed.optim_step().grad_norm == pytest.approx(whole.optim_step().grad_norm, rel=1e-4)

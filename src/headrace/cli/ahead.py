@@ -42,6 +42,8 @@ def plan_line(prepared: Prepared) -> str:
     from headrace.plan.words import verdict_line
 
     config, devices = prepared.config, prepared.devices
+    if config.launch.kind != "local":
+        return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
     engines, learners = len(set(devices.engines)), len(devices.learner)
     try:
         if CPU in devices.engines:

@@ -75,7 +75,7 @@ def grown(place: int, episode: Episode) -> list[Grown]:
         assert name is not None
         assert name.reward is not None
         before = episode.path(turns[0])[:-1]
-        length = sum(int(episode.turns[turn].tokens.sampled_T.sum()) for turn in (*before, *turns))
+        length = sum(episode.turns[turn].tokens.num_sampled for turn in (*before, *turns))
         branches.append(Grown(place=place, pivot=pivot, reward=name.reward, turns=tuple(turns), length=length))
     return branches
 
@@ -89,7 +89,7 @@ def _scales(algo: AlgoConfig, episodes: Sequence[Episode], branches: Sequence[Gr
     own = branch_tokens = 0
     for episode in (episode for episode, is_trained in zip(episodes, trained, strict=True) if is_trained):
         for turn in (turn for turn in episode.turns if not turn.untrained):
-            sampled = int(turn.tokens.sampled_T.sum())
+            sampled = turn.tokens.num_sampled
             own += 0 if turn.branch else sampled
             branch_tokens += sampled if turn.branch else 0
     both = own + branch_tokens

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-
 from headrace.control.attempts import Attempt
 from headrace.control.state import RunState
 from headrace.flow.filters import compared
@@ -22,6 +20,8 @@ MOST_LABELS = 32
 """Environments and agents with metrics of their own; the others are one, called ``other``."""
 NUM_READ = 8
 """Episodes of a batch that are searched for repetitions."""
+MOST_READ = 4096
+"""Tokens of each: the last ones, where an answer that does not end repeats itself."""
 GRAM = 4
 TAIL = 0.9
 """The episodes after this share of a batch are its stragglers."""
@@ -159,23 +159,19 @@ def group_metrics(groups: Sequence[ScoredGroup], episodes: Sequence[Episode]) ->
 
 def _repeats(episode: Episode) -> float | None:
     sampled = [turn.tokens.ids_T for turn in own_turns(episode)]
-    return repetition(max(sampled, key=len)) if sampled else None
-
-
-_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64)
+    return repetition(max(sampled, key=len)[-MOST_READ:]) if sampled else None
 
 
 def repetition(ids_T: IntColumn) -> float | None:
     """The fraction of 4-grams that stand earlier in the same tokens; ``None`` where there are fewer than 2.
 
+    >>> import numpy as np
     >>> repetition(np.arange(100)), round(repetition(np.arange(100) % 5), 2)
     (0.0, 0.95)
     """
-    num = len(ids_T) - GRAM + 1
-    if num < 2:
-        return None
-    grams_T = sum(ids_T[place : place + num].astype(np.uint64) * _MIX[place] for place in range(GRAM))
-    return 1.0 - len(np.unique(np.asarray(grams_T))) / num
+    ids = ids_T.tolist()
+    grams = list(zip(*(ids[place:] for place in range(GRAM)), strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if len(grams) > 1 else None
 
 
 def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:

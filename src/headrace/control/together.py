@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from headrace.clock import Clock
 from headrace.control.observer import Observers
@@ -14,7 +13,10 @@ PIECE_S = 0.25
 
 
 class Together:
-    """Tells when at least one task is at it: a lane with thousands of short spans a second costs a few long ones."""
+    """Tells when at least one task is at it: a lane with thousands of short spans a second costs a few long ones.
+
+    Every task enters it as a context manager; several may be within at once.
+    """
 
     def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
         self._lane = lane
@@ -24,17 +26,14 @@ class Together:
         self._num = 0
         self._since_s = 0.0
 
-    @contextmanager
-    def one(self) -> Iterator[None]:
-        """Within this, one task is at it."""
+    def __enter__(self) -> None:
         if not self._num:
             self._since_s = self._clock.now()
         self._num += 1
-        try:
-            yield
-        finally:
-            self._num -= 1
-            now_s = self._clock.now()
-            if not self._num or now_s - self._since_s >= PIECE_S:
-                self._observers.span(Span(lane=self._lane, name=self._name, start_s=self._since_s, end_s=now_s))
-                self._since_s = now_s
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._num -= 1
+        now_s = self._clock.now()
+        if not self._num or now_s - self._since_s >= PIECE_S:
+            self._observers.span(Span(lane=self._lane, name=self._name, start_s=self._since_s, end_s=now_s))
+            self._since_s = now_s

@@ -122,7 +122,7 @@ def outcomes_of(episode: Episode, threshold: float) -> list[tuple[float, bool]]:
     """What became of the pivots of an episode: the depth of each, and whether a branch earned more than ``threshold``.
     Those of which no branch has a reward say nothing."""
     own = [turn.branch is None and not turn.untrained for turn in episode.turns]
-    lengths = [int(turn.tokens.sampled_T.sum()) for turn in episode.turns]
+    lengths = [turn.tokens.num_sampled for turn in episode.turns]
     found: dict[int, tuple[float, bool]] = {}
     for turn in episode.turns:
         branch, parent = turn.branch, turn.parent

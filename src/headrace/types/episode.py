@@ -151,12 +151,12 @@ class Episode:
     @property
     def length(self) -> int:
         """Sampled tokens of the episode itself, those of branches aside."""
-        return sum(int(turn.tokens.sampled_T.sum()) for turn in self.turns if turn.branch is None)
+        return sum(turn.tokens.num_sampled for turn in self.turns if turn.branch is None)
 
     @property
     def num_sampled(self) -> int:
         """Tokens that a policy sampled, over all turns."""
-        return sum(int(turn.tokens.sampled_T.sum()) for turn in self.turns)
+        return sum(turn.tokens.num_sampled for turn in self.turns)
 
     @property
     def shares(self) -> dict[str, float]:

@@ -72,7 +72,7 @@ _OUTCOME = _rows(
         "Groups of several episodes with equal rewards: nothing to prefer in them",
     ),
     ("truncated_frac", "frac", MEAN, "Episodes of the batch with a turn that ran into engine.max_new_tokens"),
-    ("repetition", "frac", MEAN, "Of up to 8 episodes of the batch: 4-grams of tokens that stood in them before"),
+    ("repetition", "frac", MEAN, "Of 8 episodes' last 4,096 tokens: 4-grams that stood in them before"),
 )
 _SHAPE = _rows(
     ("length_mean", "tokens", MEAN, "Sampled tokens per episode of the batch"),

@@ -143,5 +143,5 @@ def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
         if turn.untrained:
-            counts[turn.untrained] += int(turn.tokens.sampled_T.sum())
+            counts[turn.untrained] += turn.tokens.num_sampled
     return {reason: count for reason, count in counts.items() if count}

@@ -99,6 +99,11 @@ class Tokens:
         sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
         return sampled_T
 
+    @property
+    def num_sampled(self) -> int:
+        """How many of them a policy sampled."""
+        return int(np.count_nonzero(self.versions_T != NOT_SAMPLED))
+
     def __len__(self) -> int:
         return len(self.ids_T)
 
@@ -123,9 +128,21 @@ def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
     >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
     (3, 4)
     """
-    versions_N = np.concatenate([span.versions_T for span in spans]) if spans else np.empty(0, np.int32)
-    sampled = oldest(versions_N[(versions_N != NOT_SAMPLED) & (versions_N != FROZEN)])
-    return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
+    found = [least_and_most for span in spans if (least_and_most := _versions_in(span.versions_T))]
+    return (min(least for least, _ in found), max(most for _, most in found)) if found else None
+
+
+def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
+    """Quick for short spans, whose tokens were all sampled by a policy, or none of them."""
+    if not len(versions_T):
+        return None
+    least, most = int(np.minimum.reduce(versions_T)), int(np.maximum.reduce(versions_T))
+    if least == most == NOT_SAMPLED:
+        return None
+    if least < 0 or most == FROZEN:
+        sampled = oldest(versions_T[(versions_T != NOT_SAMPLED) & (versions_T != FROZEN)])
+        return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
+    return least, most
 
 
 def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:

@@ -198,7 +198,7 @@ def _turn(
         "author": turn.author,
         "parent": turn.parent,
         "tokens": len(tokens),
-        "sampled": int(tokens.sampled_T.sum()),
+        "sampled": tokens.num_sampled,
         "stop_reason": turn.stop_reason,
         "failed": turn.failed,
         "untrained": turn.untrained,

@@ -80,7 +80,7 @@ class ScoringLoop:
     @contextmanager
     def _asking_a_teacher(self) -> Iterator[None]:
         """While a teacher is asked about an answer."""
-        with self._state.board.asking("scoring", "what a teacher says", of="teachers"), self._taught.one():
+        with self._state.board.asking("scoring", "what a teacher says", of="teachers"), self._taught:
             yield
 
     def recall(self, ledger: Ledger, step: int) -> None:
@@ -149,7 +149,7 @@ class ScoringLoop:
     async def _rate(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
-        with state.board.asking("scoring", "a reward", of="scoring workers"), self._at_it.one():
+        with state.board.asking("scoring", "a reward", of="scoring workers"), self._at_it:
             scores = await state.parts.scorer.score(group.task, texts)
         for note in scores.notes:
             state.warn(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -161,7 +161,7 @@ class SqliteLedger:
             "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *episode.key, episode.status, episode.cause, episode.reward, num_sampled, oldest, newest, op.at_s,
-                json.dumps(episode.parts), json.dumps(episode.agent_rewards),
+                _words(episode.parts), _words(episode.agent_rewards),
             ),
         )  # fmt: skip
         self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", (*episode.key, blob))
@@ -365,3 +365,7 @@ class SqliteLedger:
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",
             ) from error
+
+
+def _words(rewards: Mapping[str, float]) -> str:
+    return json.dumps(rewards) if rewards else "{}"

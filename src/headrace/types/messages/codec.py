@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -13,9 +14,13 @@ _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        head = f"{value.dtype.str}:{','.join(map(str, value.shape))}|".encode()
-        return msgspec.msgpack.Ext(_ARRAY, head + np.ascontiguousarray(value).tobytes())
+        return msgspec.msgpack.Ext(_ARRAY, _head(value.dtype, value.shape) + value.tobytes())
     raise NotImplementedError(f"{type(value).__name__} cannot travel between processes")
+
+
+@lru_cache(maxsize=4096)
+def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    return f"{dtype.str}:{','.join(map(str, shape))}|".encode()
 
 
 def _decode_array(code: int, data: memoryview) -> Any:
