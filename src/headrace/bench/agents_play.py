@@ -1,7 +1,7 @@
 """Two agents whose answers have heavy-tailed lengths, for the benchmark of agents.
 
 A writer, and a critic who reads what was written. How long an answer may be is drawn anew for each of them: lognormal,
-the 90th percentile five times the median.
+the 90th percentile somewhat over five times the median.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from headrace.env.policy import Episode, Policy
 
 MEDIAN, LONGEST = 16, 1024
-SIGMA = math.log(5.0) / 1.2815515655446004
+SIGMA = math.log(5.5) / 1.2815515655446004
 """Over the 90th percentile of a normal variable."""
 
 

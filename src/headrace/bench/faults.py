@@ -171,7 +171,7 @@ def _trial(scene: Scene, seed: int) -> Row:
             break
         shutil.rmtree(run_dir)  # it was over before the moment came
     config = load_config(scene.run_file, scene.settings(run_dir, way))
-    ended = trial.lives[-1].exit_code == 0
+    ended = trial.lives[-1].exit_code == 0 or _finished(run_dir)
     verdict = judge(run_dir, config, trial.before) if ended else Verdict.hopeless(config)
     wrong = _wrong(verdict, trial, way)
     if ended and way.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / scene.weights.name, scene.weights):
@@ -206,13 +206,19 @@ async def _live_through(scene: Scene, run_dir: Path, way: Way, moments: Sequence
         resume = has_ledger(run_dir)
         life = await live(arguments, run_dir, ahead.pop(0) if ahead else None, resume=resume)
         trial.lives.append(life)
-        if life.exit_code in (0, HUNG) or life.killed is None:
+        if life.exit_code in (0, HUNG) or life.killed is None or _finished(run_dir):
             break
         if has_ledger(run_dir):
             trial.before.append(held(run_dir, scene.directory / "held"))
             if life.killed.part != "controller":
                 _count_unrecorded(trial)
     return trial
+
+
+def _finished(run_dir: Path) -> bool:
+    """Whether the last life had told its end already when it was killed: there is nothing left to resume."""
+    summary = read_summary(run_dir)
+    return summary is not None and summary["status"] == "finished"
 
 
 def _count_unrecorded(trial: Trial) -> None:
@@ -238,7 +244,7 @@ def _wrong(verdict: Verdict, trial: Trial, way: Way) -> list[str]:
     for life in trial.lives:
         wrong += _unseemly(life, way)
     last = trial.lives[-1]
-    if last.exit_code:
+    if last.exit_code and not _finished(trial.run_dir):
         wrong.append(f"it did not end: exit code {last.exit_code}: {last.words.strip()}")
     if any("other weights than before the restart" in line for life in trial.lives for line in life.lines):
         wrong.append("a version was made again with other weights")
