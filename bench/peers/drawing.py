@@ -1,0 +1,46 @@
+"""Three panels: tokens a second, memory, accuracy against seconds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLOURS = {"headrace": "#0072B2", "trl": "#D55E00"}
+NAMES = {"headrace": "Headrace", "trl": "TRL GRPOTrainer"}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Medians as bars, every pair as a dot."""
+    tasks = list(dict.fromkeys(row["task"] for row in found["rows"]))
+    figure, (speed, memory, race) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for panel, key, title in (
+        (speed, "tok_s", "trained tokens/s, times TRL"),
+        (memory, "memory_mb", "most memory, MB"),
+    ):
+        for place, task in enumerate(tasks):
+            pairs = [row for row in found["rows"] if row["task"] == task]
+            base = statistics.median(row["trl"][key] for row in pairs) if key == "tok_s" else 1.0
+            for shift, side in ((-0.2, "headrace"), (0.2, "trl")):
+                values = [row[side][key] / base for row in pairs]
+                label = NAMES[side] if not place else None
+                panel.bar(place + shift, statistics.median(values), 0.38, color=COLOURS[side], label=label)
+                panel.scatter([place + shift] * len(values), values, color="black", s=10, zorder=3)
+        panel.set_xticks(range(len(tasks)), tasks)
+        panel.set_title(title)
+    speed.legend(frameon=False)
+    for row in found["rows"]:
+        for side, colour in COLOURS.items():
+            points = row[side]["curve"]
+            race.plot([at_s for at_s, _ in points], [right for _, right in points], color=colour, alpha=0.8)
+    race.set_title("held-out accuracy of the demo")
+    race.set_xlabel("seconds of training")
+    for panel in (speed, memory, race):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
