@@ -40,6 +40,7 @@ SPEED = {"demo": 3.0, "long": 3.0, "slow": 5.0}
 
 
 def main() -> None:
+    """Run what is asked for, print it, and write it down."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--task", action="append", choices=tuple(TASKS))
     asked.add_argument("--pairs", type=int, default=3)
@@ -163,6 +164,7 @@ def judged(name: str, pairs: list[dict[str, Any]]) -> list[Any]:
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a run without their columns."""
     return {key: value for key, value in found.items() if key not in ("ends", "tokens", "curve")}
 
 

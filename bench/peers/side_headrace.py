@@ -45,6 +45,7 @@ keep_checkpoints = {task["steps"]}
 
 
 def main() -> None:
+    """The task is the first argument, as JSON."""
     task = json.loads(sys.argv[1])
     train(load_config(run_file(task), ["observe.view=none", "observe.report=false"]))
     run = load_run(Path(task["scratch"]))

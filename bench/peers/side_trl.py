@@ -65,6 +65,7 @@ class Watch(TrainerCallback):
 
 
 def main() -> None:
+    """The task is the first argument, as JSON."""
     task = json.loads(sys.argv[1])
     directory, seed = Path(task["directory"]), task["seed"]
     torch.set_num_threads(task["threads"])

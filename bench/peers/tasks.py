@@ -73,7 +73,7 @@ async def reward(completion: str, answer: int) -> float:
     return right(completion, answer)
 '''
 
-ODD = '''"""Something that differs from answer to answer: the share of characters from the first half of the alphabet."""
+ODD = '''"""Something that differs from answer to answer: the share of characters with odd codes."""
 
 
 def reward(completion: str, answer: int) -> float:

@@ -84,6 +84,10 @@ class LaunchConfig(Section):
     learner_threads: int | None = Field(default=None, ge=1)
     """Cores that the learner computes with, all of its ranks together; unset: half of the machine's. Only with
     ``kind = "local"``."""
+    lend_cores: bool = False
+    """Whether a part that waits lends its cores to those that compute: an engine its own while it has nothing to
+    sample, the learner its own until the next batch. Each borrows only while it measures a gain. Only between
+    processors of one machine; a run that lends cannot be replayed bit for bit."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for a part to load its model and report; and, before that, for room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
@@ -103,6 +107,11 @@ class LaunchConfig(Section):
             raise ConfigError(
                 f"launch.ray.{changed[0]} is set, and launch.kind='local' uses no cluster",
                 remedy="set launch.kind = 'ray', or leave [launch.ray] out",
+            )
+        if self.remote and self.lend_cores:
+            raise ConfigError(
+                "launch.lend_cores=true, and with launch.kind='ray' the cluster gives each part its cores",
+                remedy="leave launch.lend_cores out",
             )
         told = {"engine": self.engine_threads, "learner": self.learner_threads}
         for role, asked in told.items():

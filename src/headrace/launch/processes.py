@@ -28,8 +28,9 @@ from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.engines import Engines, EngineTerms, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
+from headrace.launch.lending import make_board
 from headrace.launch.order import Component, Facts, Order
-from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, ScorerStart, Start
+from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, Lending, ScorerStart, Start
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.scoring import AnyReward
@@ -88,7 +89,7 @@ class Processes:
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         order, alone = self.order, self.order.engine.count == 1
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
-        names = (*engine_names(order.engine.count), *(f"agent-{agent}" for agent in order.agents), *teachers)
+        names = self._engine_names()
         place = names.index(name)
         alike = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
         settled = order.engine.of_one(0 if order.launch.remote else place, alike)
@@ -100,6 +101,7 @@ class Processes:
             engine=settled.model_dump(mode="json"),
             max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
+            lending=self._lending(place, len(names)),
             route=self._route(),
             own_weights=own_weights,
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
@@ -112,6 +114,7 @@ class Processes:
         order = self.order
         world = order.learner.parallel.world
         num_threads = order.launch.threads("learner", world, num_cores())
+        num_engines = len(self._engine_names())
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
             learner=self._learner_on(0),
@@ -122,16 +125,35 @@ class Processes:
             snapshot="" if order.snapshot is None else str(order.snapshot),
             route=self._route(),
             num_threads=num_threads,
+            lending=self._lending(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )
         child = await self._start("learner", start, num_threads, self._learner_client)
         for rank in range(1, world):
             name = f"{child.role}-{rank}"
-            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank))
+            lending = self._lending(num_engines + rank, num_engines)
+            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank), lending=lending)
             await self._start(name, other, num_threads, partial(self._peer, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
+
+    def _engine_names(self) -> tuple[str, ...]:
+        order = self.order
+        others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
+        return (*engine_names(order.engine.count), *others)
+
+    def _lending(self, place: int, num_engines: int) -> Lending | None:
+        """Engines have the first places, ranks the last."""
+        launch, ranks = self.order.launch, self.order.learner.parallel.world
+        if not launch.lend_cores:
+            return None
+        board = self.site.directory / "cores"
+        each = (launch.threads("engine", num_engines, num_cores()), launch.threads("learner", ranks, num_cores()))
+        shares = (each[0],) * num_engines + (each[1],) * ranks
+        if not board.exists():
+            make_board(board, len(shares))
+        return Lending(board=str(board), place=place, shares=shares)
 
     def _learner_on(self, rank: int) -> dict[str, Any]:
         settled = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})

@@ -27,6 +27,17 @@ class Repeated(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes of each."""
 
 
+class Lending(msgspec.Struct, frozen=True, kw_only=True):
+    """What a part is told of the cores of all."""
+
+    board: str
+    """The file of the board."""
+    place: int
+    """The part's own byte in it."""
+    shares: tuple[int, ...]
+    """Cores of each part, by its place."""
+
+
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An engine."""
 
@@ -35,6 +46,8 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_context: int
     """Prompt and completion together may be this long, in tokens."""
     num_threads: int
+    lending: Lending | None = None
+    """Whose cores it may use; ``None``: its own alone."""
     route: Route = Route()
     """How a learner's weights arrive."""
     own_weights: bool = False
@@ -63,6 +76,8 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     route: Route
     """How its weights leave."""
     num_threads: int
+    lending: Lending | None = None
+    """Whose cores it may use; ``None``: its own alone."""
     rank: int = 0
     """Which rank; the first hears orders, answers and publishes."""
     world: int = 1

@@ -24,7 +24,7 @@ from headrace.launch.ray.cluster import refuse_absent
 from headrace.launch.ray.fit import devices_of
 from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.models import ModelConfig, context_length, load_tokenizer
-from headrace.models.devices import Devices, num_gpus, settle
+from headrace.models.devices import CPU, Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
 from headrace.models.mixtures import routes
@@ -108,6 +108,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     teachers = config.learner.served_teachers if training else {}
     refuse_models(config, [*agents, *teachers])
     devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
+    _refuse_lending(config, devices)
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
@@ -175,6 +176,20 @@ def _refuse_threads(config: RunConfig) -> None:
             raise ConfigError(
                 f"launch.{name}={asked}, and this machine has {cores} cores", remedy=f"set launch.{name} <= {cores}"
             )
+
+
+def _refuse_lending(config: RunConfig, devices: Devices) -> None:
+    if not config.launch.lend_cores:
+        return
+    places = sorted({*devices.engines, *devices.learner} - {CPU})
+    reasons = {
+        f"the engine or the learner computes on {', '.join(places)}": places,
+        f"engine.kind={config.engine.kind!r} keeps the cores that it was started with": config.engine.kind != "native",
+        "model.deterministic=true promises the same bits whatever the other parts do": config.model.deterministic,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"launch.lend_cores=true, and {reason}", remedy="leave launch.lend_cores out")
 
 
 def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:

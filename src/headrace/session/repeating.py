@@ -236,6 +236,11 @@ def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> I
         return
     if resume:
         raise ConfigError("a replay cannot be resumed", remedy="leave --resume out, and choose a new run.dir")
+    if prepared.config.launch.lend_cores:
+        raise ConfigError(
+            "launch.lend_cores=true: how many cores a part had at which step is not recorded, and bits depend on it",
+            remedy="replay runs that lent no cores",
+        )
     recording = Recording.open(Path(replay))
     try:
         recording.refuse_other(prepared)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import Gate, Names, Scribe
 from headrace.launch.interleaving import read_interleaving
+from headrace.launch.lending import AnyCores, OwnCores, cores
 from headrace.launch.starts import EngineStart, Repeated
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
@@ -101,7 +103,19 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     facts = {"device": str(device), "weights_address": receiver.address, **machine_facts(start.num_threads)}
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **core.facts()}))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager:
-        EngineHost(core, channel, stager, *_interleaving(start)).serve()
+        EngineHost(core, channel, stager, _terms(start)).serve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTerms:
+    """How an engine's process differs from one that simply serves."""
+
+    scribe: Scribe | None = None
+    """Writes down what the engine is told."""
+    gate: Gate | None = None
+    """Holds it back, in a replay."""
+    cores: AnyCores = field(default_factory=OwnCores)
+    """What it computes with."""
 
 
 class EngineHost:
@@ -112,14 +126,14 @@ class EngineHost:
         core: EngineCore,
         channel: PartChannel,
         stager: ThreadPoolExecutor,
-        scribe: Scribe | None = None,
-        gate: Gate | None = None,
+        terms: HostTerms,
     ) -> None:
         self._core = core
         self._channel = channel
         self._stager = stager
-        self._scribe = scribe
-        self._gate = gate
+        self._scribe = terms.scribe
+        self._gate = terms.gate
+        self._cores = terms.cores
         self._steps = 0
         self._clock = RealClock()
         self._commits: dict[int, int] = {}
@@ -143,7 +157,8 @@ class EngineHost:
             if self._may_step():
                 if self._busy_since is None:
                     self._busy_since = self._clock.now()
-                chunks += self._core.step()
+                with self._cores.unit():
+                    chunks += self._core.step()
                 self._steps += 1
             elif self._gate is not None:
                 self._gate.refuse_idleness(self._steps)
@@ -157,6 +172,8 @@ class EngineHost:
         idle = not self._core.has_work()
         if self._gate is not None and self._gate.holds(self._steps):
             idle = self._gate.lacks(self._steps)
+        if idle:
+            self._cores.rest()
         messages: list[Message] = self._channel.receive(IDLE_S if idle else 0)
         if self._gate is not None:
             messages = self._gate.release(messages, self._steps)
@@ -278,14 +295,14 @@ def worked(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
-def _interleaving(start: EngineStart) -> tuple[Scribe | None, Gate | None]:
-    """Who writes down what the engine is told, and who holds it back in a replay."""
+def _terms(start: EngineStart) -> HostTerms:
+    mine = cores(start.lending)
     if not start.interleaving:
-        return None, None
+        return HostTerms(cores=mine)
     names = Names()
     scribe = Scribe(Path(start.interleaving), names)
     if start.repeats is None:
-        return scribe, None
+        return HostTerms(scribe=scribe, cores=mine)
     repeats = start.repeats
     gate = Gate(
         read_interleaving(Path(repeats.interleaving)),
@@ -294,7 +311,7 @@ def _interleaving(start: EngineStart) -> tuple[Scribe | None, Gate | None]:
         deadline_s=repeats.deadline_s,
         whose=lambda seed: _whose(seed, repeats),
     )
-    return scribe, gate
+    return HostTerms(scribe=scribe, gate=gate, cores=mine)
 
 
 def _whose(seed: int, run: Repeated) -> str:

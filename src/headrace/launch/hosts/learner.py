@@ -28,6 +28,7 @@ from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import LOST
 from headrace.launch.hosts.facts import machine_facts
+from headrace.launch.lending import AnyCores, cores
 from headrace.launch.starts import LearnerStart
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
@@ -86,7 +87,7 @@ def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
     }
     line.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        LearnerHost(core, weights, line, announcer).serve()
+        LearnerHost(core, weights, line, announcer, cores(start.lending)).serve()
     weights.close()
 
 
@@ -151,19 +152,25 @@ class Weights:
 class LearnerHost:
     """Drives one learner core, or one rank of it."""
 
-    def __init__(self, core: LearnerCore, weights: Weights, line: Line, announcer: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, core: LearnerCore, weights: Weights, line: Line, announcer: ThreadPoolExecutor, cores: AnyCores
+    ) -> None:
         self._core = core
         self._weights = weights
         self._line = line
         self._announcer = announcer
+        self._cores = cores
         self._clock = RealClock()
 
     def serve(self) -> None:
         """One order after the other; returns when told to shut down."""
+        self._cores.rest()
         for message in self._line.orders():
             if isinstance(message, Shutdown):
                 return
-            self._answer(message.call, partial(self._obey, message))
+            with self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
+                self._answer(message.call, partial(self._obey, message))
+            self._cores.rest()
 
     def _obey(self, message: Message) -> None:
         match message:

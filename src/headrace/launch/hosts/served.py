@@ -14,7 +14,7 @@ from headrace.engine.served.make import served, skeleton
 from headrace.environ import run_token, shared_memory_root
 from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts.engine import EngineHost
+from headrace.launch.hosts.engine import EngineHost, HostTerms
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.leases import Lease
 from headrace.launch.starts import EngineStart
@@ -40,4 +40,4 @@ def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **core.facts()}))
         stager = kept.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage"))
         with settled_heap():
-            EngineHost(core, channel, stager).serve()
+            EngineHost(core, channel, stager, HostTerms()).serve()
