@@ -14,13 +14,14 @@ PATHS := src tests tools $(wildcard examples)
 # two processes side by side, one thread each (tests/conftest.py)
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 
-.PHONY: help venv demo test test-slow check lint types doctest gate format
+.PHONY: help venv demo test test-slow check lint types doctest docs gate format
 
 help:
 	@echo 'make demo       set up, then train a small model on this machine'
 	@echo 'make test       set up, then run the tests'
 	@echo 'make test-slow  the tests that take minutes'
-	@echo 'make check      the gate: linter, formatter, type checker, doctests, tests'
+	@echo 'make check      the gate: linter, formatter, type checker, doctests, documents, tests'
+	@echo 'make docs       the documentation site, in site/'
 	@echo 'make format     mend what the linter and the formatter can mend'
 	@echo 'make venv       set up only'
 
@@ -46,7 +47,7 @@ test-slow: venv
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
 
 # The cheap checks stand first; `make check test` runs the tests once.
-check: lint types doctest test
+check: lint types doctest docs test
 
 lint: venv
 	$(BIN)/ruff check $(PATHS)
@@ -57,6 +58,11 @@ types: venv
 
 doctest: venv
 	$(BIN)/pytest -q --doctest-modules src/headrace
+
+# The documentation site, into site/: warnings, links and anchors that lead nowhere, and pages that would fetch anything
+# from another host are errors. No network is used.
+docs: venv
+	$(BIN)/python -m tools.site
 
 # The house's own rules alone: sizes, imports, owners, words. They are part of `make test` too.
 gate: venv

@@ -13,12 +13,13 @@ At the start of a line by itself it excuses the rule in the whole file. A commen
 from collections.abc import Iterable, Sequence
 
 from tools.gate.budgets import budgets
+from tools.gate.danger import danger
 from tools.gate.imports import imports
 from tools.gate.owners import owners
 from tools.gate.source import Finding, Rule, Source, excuse
 from tools.gate.words import words
 
-RULES: tuple[Rule, ...] = (budgets, imports, owners, words)
+RULES: tuple[Rule, ...] = (budgets, danger, imports, owners, words)
 
 __all__ = ["RULES", "Finding", "Source", "check"]
 

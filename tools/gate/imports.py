@@ -14,7 +14,7 @@ from tools.gate.source import Finding, Source
 ROOMS = (
     *("errors", "clock", "environ", "heap", "types", "config", "models", "engine", "sync", "algo", "scoring", "env"),
     *("bridges", "rollout", "flow", "learner", "checkpoint", "control", "launch", "plan", "observe", "recipes"),
-    *("session", "policy", "bench", "view", "cli", "testing", "headrace", "__main__"),
+    *("session", "policy", "bench", "compare", "view", "cli", "testing", "headrace", "__main__"),
 )
 """A room imports only rooms that stand before it, or itself."""
 

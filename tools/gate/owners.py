@@ -15,14 +15,12 @@ _NOQA = re.compile(r"#\s*noqa\b(?P<codes>:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*
 
 
 def owners(source: Source) -> Iterator[Finding]:
-    """Rules ``task``, ``queue``, ``random``, ``remote-code``, ``getattr``, ``sleep`` and ``reason``."""
+    """Rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason``."""
     is_library = source.path.startswith("src/")
     groups = _task_groups(source.tree)
     for name, call in source.calls:
         if name == "time.sleep":
             yield source.find("sleep", call, "wait for what you wait for; time passes on the virtual clock")
-        if any(keyword.arg == "trust_remote_code" and not _is_false(keyword.value) for keyword in call.keywords):
-            yield source.find("remote-code", call, "code from a model directory is never run", hard=True)
         if is_library:
             yield from _library(source, name, call, groups)
     for line, _, comment in source.comments:
@@ -75,7 +73,3 @@ def _mentions_group(annotation: ast.expr) -> bool:
 def _is_bounded(kind: str, call: ast.Call) -> bool:
     sizes = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "maxsize")]
     return kind != "SimpleQueue" and any(not (isinstance(size, ast.Constant) and size.value == 0) for size in sizes)
-
-
-def _is_false(value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and value.value is False

@@ -1,0 +1,36 @@
+"""The transport that the page about extending shows keeps the contract of transports, with every codec."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.sync.codecs import CODECS
+from headrace.sync.config import Route
+from headrace.sync.transports import TRANSPORTS
+from headrace.testing.sync import CHECKS, Pair, line
+from tests.docs.pages import ROOT, blocks_of
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The file of the page, and a row of the registry."""
+    (block,) = [each for each in blocks_of(ROOT / "docs/extending.md") if each.title == "my_transport.py"]
+    (tmp_path / block.title).write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(TRANSPORTS, "mine", "my_transport")
+    yield
+    sys.modules.pop("my_transport", None)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_transport_of_the_page_keeps_the_contract(check: Callable[[Pair], None], codec: str, tmp_path: Path) -> None:
+    with line(Route(transport="mine", codec=codec, address=str(tmp_path / "place"), deadline_s=10.0), seed=7) as pair:
+        check(pair)

@@ -1,0 +1,22 @@
+"""``python -m tools.site``: builds site/, and says what is wrong with it."""
+
+import sys
+from pathlib import Path
+
+from tools.site import build, problems
+
+
+def main() -> int:
+    """The exit status."""
+    root = Path(__file__).parents[2]
+    failed = build(root)
+    if failed:
+        print(failed, file=sys.stderr)
+        return 1
+    found = problems(root / "site")
+    print("\n".join(found) or f"{sum(1 for _ in (root / 'site').rglob('*.html'))} pages: site/index.html")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Stages the pages and has them built."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.site.generated import GENERATED
+
+STAGED = Path("build/docs")
+LINK = re.compile(r"(?<!!)(\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s#]+)(#[^()\s]*)?\)")
+"""A link of Markdown: its words, the target, the anchor."""
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".json": "json",
+    ".jsonl": "json",
+    ".html": "html",
+    ".css": "css",
+    ".yaml": "yaml",
+    ".sh": "sh",
+}
+FENCE = re.compile(r"^( *)(`{3,})")
+
+
+def build(root: Path) -> str:
+    """Build site/ anew; what went wrong, or nothing."""
+    stage(root)
+    shutil.rmtree(root / "site", ignore_errors=True)
+    command = [str(Path(sys.executable).with_name("zensical")), "build", "--strict", "--clean"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=300)
+    return "" if done.returncode == 0 else f"{done.stdout[-6000:]}{done.stderr[-6000:]}"
+
+
+def stage(root: Path) -> None:
+    """Copy docs/ to :data:`STAGED`, with what the code says put in, and a page for each file that is linked to."""
+    source, staged = root / "docs", root / STAGED
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(source, staged)
+    linked: set[Path] = set()
+    for page in sorted(source.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for mark, made in GENERATED.items():
+            if mark in text:
+                text = "\n".join(made() if mark in line else line for line in text.split("\n"))
+        text = _relinked(text, page, root, linked)
+        (staged / page.relative_to(source)).write_text(text, encoding="utf-8")
+    for file in sorted(linked):
+        _show(file, root, staged)
+
+
+def prose(text: str) -> list[tuple[int, str]]:
+    """The lines that are no code, with their numbers from 0."""
+    fence, lines = "", []
+    for number, line in enumerate(text.split("\n")):
+        found = FENCE.match(line)
+        if found and not fence:
+            fence = found[2]
+        elif fence and line.strip() == fence:
+            fence = ""
+        elif not fence:
+            lines.append((number, line))
+    return lines
+
+
+def _relinked(text: str, page: Path, root: Path, linked: set[Path]) -> str:
+    """Links that leave docs/ lead to the page that is made of their file."""
+    docs, lines = root / "docs", text.split("\n")
+
+    def one(link: re.Match[str]) -> str:
+        words, target, anchor = link[1], link[2], link[3] or ""
+        if ":" in target:
+            return link[0]
+        file = Path(os.path.normpath(page.parent / target))
+        if file.is_relative_to(docs) or not file.exists():
+            return link[0]  # what is not there is for the check to find
+        linked.add(file)
+        here = page.relative_to(docs).parent.as_posix()
+        return f"{words}({posixpath.relpath(_page_of(file, root), here)}{anchor})"
+
+    for number, line in prose(text):
+        lines[number] = LINK.sub(one, line)
+    return "\n".join(lines)
+
+
+def _page_of(file: Path, root: Path) -> str:
+    return f"files/{file.relative_to(root).as_posix()}.md"
+
+
+def _show(file: Path, root: Path, staged: Path) -> None:
+    """A page that shows one file, or lists one folder."""
+    name = file.relative_to(root).as_posix()
+    page = staged / _page_of(file, root)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir():
+        names = sorted(each.name for each in file.iterdir() if not each.name.startswith(("_", ".")))
+        body = "\n".join(f"- `{each}`" for each in names)
+    elif file.suffix == ".md":
+        body = _plain(file.read_text(encoding="utf-8"))
+    else:
+        fence = "`" * 6
+        text = file.read_text(encoding="utf-8").rstrip()
+        body = f"{fence}{LANGUAGES.get(file.suffix, 'text')}\n{text}\n{fence}"
+    page.write_text(f"# {name}\n\nA file of the repository.\n\n{body}\n", encoding="utf-8")
+
+
+def _plain(text: str) -> str:
+    """A page of the repository, its headings one deeper and without links of its own."""
+    lines = text.split("\n")
+    for number, line in prose(text):
+        unlinked = LINK.sub(lambda link: link[1][1:-1], line)
+        lines[number] = f"#{unlinked}" if unlinked.startswith("#") else unlinked
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Looks at the built pages: every link and anchor leads somewhere, and nothing is fetched from another host."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+FETCHES = {
+    "script": ("src",),
+    "link": ("href",),
+    "img": ("src", "srcset"),
+    "iframe": ("src",),
+    "source": ("src", "srcset"),
+    "video": ("src", "poster"),
+    "audio": ("src",),
+    "object": ("data",),
+    "embed": ("src",),
+}
+"""What a browser fetches by itself, by tag."""
+CSS_URL = re.compile(r"(?:url\(\s*[\"']?|@import\s+[\"'])([^\"')\s]+)")
+
+
+class Page(HTMLParser):
+    """The links, fetches and anchors of one page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.anchors: set[str] = {"", "__"}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called by the parser."""
+        given = {name: value or "" for name, value in attrs}
+        self.anchors.update(given[name] for name in ("id", "name") if name in given)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        for name in FETCHES.get(tag, ()):
+            if name in given:
+                self.fetched.append(given[name].split()[0] if given[name].strip() else "")
+        if "style" in given:
+            self.fetched += CSS_URL.findall(given["style"])
+
+
+@cache
+def _page(file: Path) -> Page:
+    return Page(file.read_text(encoding="utf-8"))
+
+
+def problems(site: Path) -> list[str]:
+    """What is wrong with the site, a line each."""
+    _page.cache_clear()
+    found: list[str] = []
+    for file in sorted(site.rglob("*.html")):
+        name, page = file.relative_to(site), _page(file)
+        found += [f"{name}: fetches {url} from elsewhere" for url in page.fetched if _foreign(url)]
+        found += [f"{name}: {why}" for url in (*page.links, *page.fetched) if (why := _broken(url, file, site))]
+    for file in sorted(site.rglob("*.css")):
+        urls = CSS_URL.findall(file.read_text(encoding="utf-8"))
+        found += [f"{file.relative_to(site)}: fetches {url} from elsewhere" for url in urls if _foreign(url)]
+    return found
+
+
+def _foreign(url: str) -> bool:
+    parts = urlsplit(url)
+    return bool(parts.netloc) or parts.scheme not in ("", "data", "file")
+
+
+def _broken(url: str, file: Path, site: Path) -> str:
+    """Why a link leads nowhere; empty where it leads somewhere, or out of the site."""
+    if _foreign(url) or url.startswith(("data:", "javascript:")):
+        return ""
+    parts = urlsplit(url)
+    target = file if not parts.path else (file.parent / unquote(parts.path)).resolve()
+    if parts.path.startswith("/"):
+        target = site / unquote(parts.path).lstrip("/")
+    if target.is_dir():
+        target /= "index.html"
+    if not target.is_file():
+        return f"{url} leads to nothing"
+    anchor = unquote(parts.fragment)
+    if target.suffix == ".html" and anchor not in _page(target).anchors and not anchor.startswith("__"):
+        return f"{url}: there is no such anchor"
+    return ""

@@ -1,0 +1,32 @@
+"""Docstrings as Markdown. Also an extension of griffe, which reads them for the page of Python names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
+
+
+def as_markdown(docstring: str) -> str:
+    """Cross-references become code, and examples become blocks.
+
+    >>> as_markdown("See :class:`~headrace.errors.ConfigError`.")
+    'See `ConfigError`.'
+    >>> as_markdown(">>> 1 + 1\\n2")
+    '```pycon\\n>>> 1 + 1\\n2\\n```'
+    """
+    text = ROLE.sub(lambda role: f"`{role[1].rpartition('.')[2]}`", docstring)
+    parts = re.split(r"\n\s*\n", text)
+    return "\n\n".join(f"```pycon\n{part}\n```" if part.lstrip().startswith(">>>") else part for part in parts)
+
+
+class Markdown(griffe.Extension):
+    """Turns every docstring into Markdown before it is rendered."""
+
+    def on_object(self, *, obj: Any, **kwargs: Any) -> None:
+        """Called for each object that was read."""
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
