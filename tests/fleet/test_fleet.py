@@ -257,6 +257,23 @@ async def test_engine_that_comes_while_all_stand_still_stands_still_too() -> Non
     assert late._going.is_set()
 
 
+@in_virtual_time
+async def test_commit_with_sleep_wakes_all_and_the_death_of_one_that_falls_asleep_is_that_of_one() -> None:
+    class Deadly(Mortal):
+        async def pause(self, *, release: bool = False) -> None:
+            raise self._death()
+
+    fleet, left = Fleet(VirtualClock(), size=2), Mortal("b")
+    fleet.join("a", Deadly("a"))
+    fleet.join("b", left)
+    await bring(fleet, 0)
+    await fleet.pause(release=True)
+    assert not left._going.is_set()
+    await fleet.stage(update(1))
+    report = await fleet.commit(1, Interrupt.SLEEP)
+    assert (report.version, left._going.is_set()) == (1, True)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int) -> None:
     async def main() -> None:

@@ -65,6 +65,18 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
+def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Every value of a tree by its dotted name.
+
+    >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
+    {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return found
+
+
 def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
     """``tree`` as a ``kind``; :class:`ConfigError` lists every key that is wrong: value, reason and remedy."""
     try:

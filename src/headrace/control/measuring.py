@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -245,6 +246,7 @@ def part_metrics(state: RunState, num_episodes: int) -> dict[str, float]:
     prompts = stats.prompt_tokens - then.prompt_tokens
     if prompts > 0:
         metrics["cache_hit_frac"] = (stats.cached_tokens - then.cached_tokens) / prompts
+    metrics |= _sync_metrics(state)
     if num_episodes:
         metrics["cost_s_per_episode"] = wall_s / num_episodes
         metrics["engine_s_per_episode"] = max(0.0, busy_s) / num_episodes
@@ -253,6 +255,13 @@ def part_metrics(state: RunState, num_episodes: int) -> dict[str, float]:
         metrics["length_submitted_mean"] = statistics.fmean(lengths)
         metrics["length_submitted_p90"] = float(quantile(lengths, 0.9))
     return metrics
+
+
+def _sync_metrics(state: RunState) -> dict[str, float]:
+    """What became of weights on their way, and of who was running, since the last step."""
+    counted, state.tally.fresh_sync = state.tally.fresh_sync, Counter()
+    waited_s, state.tally.fresh_waits_s = state.tally.fresh_waits_s, 0.0
+    return {name: float(count) for name, count in counted.items()} | ({"sync/wait_s": waited_s} if counted else {})
 
 
 def wasted_tokens(state: RunState) -> dict[str, int]:

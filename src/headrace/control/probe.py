@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import msgspec
 import numpy as np
@@ -11,7 +12,8 @@ from headrace.control.board import LEARNER_MAY_TAKE_S, Board
 from headrace.control.parts import Parts
 from headrace.env import SingleTurn
 from headrace.rollout import EpisodeRunner
-from headrace.types.batch import Batch
+from headrace.rollout.agents import Agents
+from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey
 from headrace.types.scored import paths
 
@@ -31,7 +33,8 @@ class Mismatch:
 
 
 async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed: int) -> Mismatch | None:
-    """Sample a few short answers, let the learner compute the same logprobs; ``None`` if no task fits the context."""
+    """Sample a few short answers, of each adapter in turn; the learner computes their logprobs. ``None`` if no task
+    fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
@@ -46,11 +49,15 @@ async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed
     )
     tasks = prompts or parts.tasks
     fitting = [task for task in tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]
-    episodes = [await runner.run(EpisodeKey(index, 0), task) for index, task in enumerate(fitting)]
-    samples = [sample for episode in episodes if episode.num_sampled for sample in paths(episode, 0.0)]
+    agents, samples = parts.agents.adapters, list[TrainSample]()
+    for index, (task, agent) in enumerate(zip(fitting, cycle(("", *agents)), strict=False)):
+        asked = replace(runner, agents=Agents(posing=agent))
+        episode = await asked.run(EpisodeKey(index, 0), task)
+        if episode.num_sampled:
+            samples += [replace(sample, roles=((agent, len(sample.tokens)),)) for sample in paths(episode, 0.0)]
     if not samples:
         return None
-    batch = Batch.collate(version, samples)
+    batch = Batch.collate(version, samples, agents)
     with board.asking("learner", "logprobs to compare", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
         logprobs_N = await parts.learner.logprobs(batch)
     log_pi = logprobs_N[batch.mask_N].astype(np.float64)

@@ -68,6 +68,10 @@ class Tally:
     commit_gaps_s: list[float] = field(default_factory=list)
     restarted: int = 0
     """Sequences that began again because of a weight update."""
+    fresh_sync: Counter[str] = field(default_factory=Counter)
+    """What the commits since the last step came to, under the names of metrics."""
+    fresh_waits_s: float = 0.0
+    """How long they waited, from the order to the exchange, while the engine decoded."""
     rewards: list[float | None] = field(default_factory=list)
     """Mean reward of every step."""
     set_aside: Counter[str] = field(default_factory=Counter)

@@ -94,6 +94,8 @@ class FakeEngine:
         await asyncio.sleep(0)
         self._stats = msgspec.structs.replace(self._stats, version=version)
         self.commits.append(version)
+        if mode is Interrupt.SLEEP:
+            self._going.set()
         return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0, mode=mode)
 
     def stats(self) -> EngineStats:

@@ -22,6 +22,7 @@ from headrace.types.episode import EpisodeStatus
 from headrace.types.messages.controller import StepReport
 from headrace.types.scored import Credit, ScoredGroup, num_untrained, paths
 from headrace.types.versions import oldest
+from headrace.types.weights import Interrupt
 
 UNTAUGHT = "untaught"
 """Why a token carries no loss that a teacher had nothing to say of, where others were taught."""
@@ -103,11 +104,13 @@ class Feeder:
         step = taken.step
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
             await state.flow.flush()  # what is trained must be known to have been taken
-        collated = collate(step, taken.groups, state.parts.advantages(taken.groups))
+        credits = state.parts.advantages(taken.groups)
+        collated = collate(step, taken.groups, credits, state.parts.agents.adapters)
         batch, untaught = without_untaught(collated)
         batch, stale = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
+        await self._lull()
         ordered_s = state.parts.clock.now()
         trained = orders.create_task(self._train(batch))
         if self._awaited:  # the learner is at it, while the step cannot be handed on yet
@@ -129,6 +132,12 @@ class Feeder:
             snapshot=snapshot,
             saving=self._saver.begin(step + 1, orders) if due else None,
         )
+
+    async def _lull(self) -> None:
+        """With ``sync.interrupt = "sleep"`` the engine gives its cache back while the learner has steps to make."""
+        if self._state.parts.interrupt is Interrupt.SLEEP:
+            with self._state.board.asking("sync", "the engine to fall asleep", of="engine"):
+                await self._state.parts.engine.pause(release=True)
 
     def _refuse_too_old(self, taken: TakenBatch) -> None:
         """The policy keeps the bound; a group that breaks it was admitted under other settings."""
@@ -155,13 +164,16 @@ class Feeder:
             return await self._state.parts.learner.snapshot(version, slot)
 
 
-def collate(step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit]) -> Batch:
-    """The batch of a step. ``advantages``: one for each episode that counts in a baseline, in order."""
+def collate(
+    step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
+) -> Batch:
+    """The batch of a step. ``advantages``: one for each episode that counts in a baseline, in order. ``agents``: roles
+    that train adapters of their own."""
     episodes = [episode for group in groups for episode in group.counted]
     credited = zip(episodes, advantages, strict=True)
     trained = EpisodeStatus.SCORED
     samples = [paths(episode, credit) for episode, credit in credited if episode.status is trained]
-    return Batch.collate(step, [sample for of_episode in samples for sample in of_episode])
+    return Batch.collate(step, [sample for of_episode in samples for sample in of_episode], agents)
 
 
 def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:

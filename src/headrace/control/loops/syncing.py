@@ -11,7 +11,7 @@ from headrace.control.state import RunState
 from headrace.errors import DeadlineError, NeedsFull, WeightsError
 from headrace.flow.signal import Signal
 from headrace.learner.base import Publication
-from headrace.types.weights import SwapReport, WeightUpdate
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 NUM_SLOTS = 2
 MAX_SENT = 4
@@ -81,8 +81,7 @@ class SyncLoop:
             update = await self._announced(publication)
         state.span("sync", "publish", start_s, version)
         update, report = await self._into_use(publication, update)
-        state.tally.commit_gaps_s.append(report.gap_s)
-        state.tally.restarted += report.restarted
+        self._count(update, report)
         state.tally.versions.append(version)
         self._newest, self._leaves_behind = (publication, update), False
         self._release(publication.slot)
@@ -90,6 +89,16 @@ class SyncLoop:
         self._compare(version, checksum)
         state.flow.committed(version, checksum)
         state.board.progress()
+
+    def _count(self, update: WeightUpdate, report: SwapReport) -> None:
+        tally = self._state.tally
+        tally.commit_gaps_s.append(report.gap_s)
+        tally.restarted += report.restarted
+        tally.fresh_sync["sync/commits"] += 1
+        tally.fresh_sync["sync/bytes"] += update.num_bytes
+        tally.fresh_sync["sync/carried_over"] += report.carried_over
+        tally.fresh_sync["sync/recomputed_tokens"] += report.recomputed_tokens
+        tally.fresh_waits_s += report.waited_s
 
     async def _next(self) -> Publication | None:
         """What the learner publishes next; ``None`` where an engine lacks the newest version before."""
@@ -165,6 +174,8 @@ class SyncLoop:
             start_s = clock.now()
             with state.board.waiting("sync", f"the commit of version {version}", on="engine"):
                 report = await engine.commit(version, state.parts.interrupt)
+            if state.parts.interrupt is Interrupt.SLEEP and state.flow.state.next_step > version:
+                await engine.pause(release=True)  # it woke, and the learner has another step to make
         except DeadlineError as late:
             raise DeadlineError(f"{late.problem}; {self._last_words(update)}", remedy=late.remedy) from None
         state.span("sync", "commit", start_s, version)

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from headrace.clock import Clock
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
 from headrace.engine.fleet.journey import MAX_FRUITLESS, Journey
 from headrace.engine.fleet.router import Router
-from headrace.engine.fleet.totals import total
+from headrace.engine.fleet.totals import combined, total
 from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull, RequestError
 from headrace.types.messages.controller import EngineStats
 from headrace.types.messages.engine import Fork
@@ -301,6 +301,8 @@ class Fleet:
         """Every engine that has it staged uses it, some at a time; where all of those have ended, others bring it
         first."""
         done: list[SwapReport] = []
+        if mode is Interrupt.SLEEP:  # which wakes each of them
+            self._paused = None
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
             gate = asyncio.Semaphore(self._at_once(mode))
@@ -316,11 +318,11 @@ class Fleet:
 
     async def pause(self, *, release: bool = False) -> None:
         self._paused = release
-        await self._all(member.engine.pause(release=release) for member in self._members.values())
+        await self._all(self._stand_still(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         self._paused = None
-        await self._all(member.engine.resume() for member in self._members.values())
+        await self._all(self._stand_still(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
         here = (member.engine.stats() for member in self._members.values())
@@ -339,16 +341,27 @@ class Fleet:
                 raise result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _stage(self, member: _Member, update: WeightUpdate) -> NeedsFull | None:
+    @contextmanager
+    def _outlived(self, member: _Member) -> Iterator[None]:
+        """Within this its end, or its silence, is that of one engine: the others go on."""
         try:
-            await member.engine.stage(update)
-        except NeedsFull as refusal:
-            return refusal if self._size == 1 else NeedsFull(f"{member.name}: {refusal.problem}", remedy=refusal.remedy)
+            yield
         except ComponentDied:
             self._drop(member)
         except DeadlineError as late:
             self._give_up(member, late)
-        else:
+
+    async def _stand_still(self, member: _Member, release: bool | None) -> None:
+        with self._outlived(member):
+            await (member.engine.resume() if release is None else member.engine.pause(release=release))
+
+    async def _stage(self, member: _Member, update: WeightUpdate) -> NeedsFull | None:
+        with self._outlived(member):
+            try:
+                await member.engine.stage(update)
+            except NeedsFull as refusal:
+                words = refusal.problem if self._size == 1 else f"{member.name}: {refusal.problem}"
+                return NeedsFull(words, remedy=refusal.remedy)
             member.staged = update.version
         return None
 
@@ -359,40 +372,18 @@ class Fleet:
             if self._members.get(member.name) is not member:
                 return None
             self._router.hold(member.name)
+            report = None
             try:
-                report = await member.engine.commit(version, mode)
-                if self._paused is not None:
-                    await member.engine.pause(release=self._paused)
-            except ComponentDied:
-                self._drop(member)
-                return None
-            except DeadlineError as late:
-                self._give_up(member, late)
-                return None
+                with self._outlived(member):
+                    report = await member.engine.commit(version, mode)
+                if report is not None and self._paused is not None:
+                    await self._stand_still(member, self._paused)
             finally:
                 self._router.release(member.name)
+        if report is None:
+            return None
         member.version = version
         if self._members.get(member.name) is member:
             self._router.use(member.name, version)
             self._ring()
         return report
-
-
-def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
-    """What a commit of several engines cost: sums of what was lost, and the longest of what took time.
-
-    >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
-    >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over
-    4
-    """
-    each = list(reports)
-    return SwapReport(
-        version=version,
-        gap_s=max((report.gap_s for report in each), default=0.0),
-        carried_over=sum(report.carried_over for report in each),
-        restarted=sum(report.restarted for report in each),
-        mode=mode,
-        waited_s=max((report.waited_s for report in each), default=0.0),
-        wasted_tokens=sum(report.wasted_tokens for report in each),
-        recomputed_tokens=sum(report.recomputed_tokens for report in each),
-    )

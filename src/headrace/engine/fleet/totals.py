@@ -1,4 +1,4 @@
-"""The counters of several engines as those of one."""
+"""The counters and commits of several engines as those of one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from headrace.types.messages.controller import EngineStats
+from headrace.types.weights import Interrupt, SwapReport
 
 GAUGES = frozenset({
     *("running", "waiting", "cache_blocks", "cache_blocks_used"),
@@ -36,3 +37,23 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
     sums["busy_s"] /= size
     sums["prefill_s"] /= size
     return EngineStats(version=version, **sums)
+
+
+def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
+    """What a commit of several engines cost: sums of what was lost, and the longest of what took time.
+
+    >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
+    >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over
+    4
+    """
+    each = list(reports)
+    return SwapReport(
+        version=version,
+        gap_s=max((report.gap_s for report in each), default=0.0),
+        carried_over=sum(report.carried_over for report in each),
+        restarted=sum(report.restarted for report in each),
+        mode=mode,
+        waited_s=max((report.waited_s for report in each), default=0.0),
+        wasted_tokens=sum(report.wasted_tokens for report in each),
+        recomputed_tokens=sum(report.recomputed_tokens for report in each),
+    )

@@ -20,6 +20,13 @@ AXES = (
     *("partial_rollouts", "lora", "learner"),
 )
 """In the order in which they are told."""
+DECIDED = {
+    "flow": frozenset({"policy", "max_age", "age_tuning", "lead", "order", "capacity"}),
+    "sync": frozenset({"transport", "codec", "interrupt", "host", "directory"}),
+    "algo": frozenset({"loss", "correction", "old", "allow_uncorrected"}),
+}
+"""The settings, by section, that make a run one system rather than another. The rest is the task's: model, data, sizes,
+optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +66,24 @@ def recipe(name: str) -> Recipe:
     return recipes()[name]
 
 
+def left_open(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A run file without what recipes decide, so that one may decide it.
+
+    >>> left_open({"run": {"steps": 3}, "flow": {"group_size": 8, "max_age": 2}})
+    {'run': {'steps': 3}, 'flow': {'group_size': 8}}
+    """
+    return {
+        section: {key: value for key, value in table.items() if key not in DECIDED.get(section, ())}
+        if isinstance(table, Mapping)
+        else table
+        for section, table in tree.items()
+    }
+
+
 def _read(name: str, text: str) -> Recipe:
     head, _, toml = text.partition("\n\n")
     words = tomllib.loads(head)["recipe"]
+    assert set(words) == {"system", "says", "differs", *AXES}, f"{name}.toml: {sorted(words)}"
     return Recipe(
         name=name,
         system=words["system"],
