@@ -242,13 +242,18 @@ def test_started_server_hears_a_socket_of_this_user_alone_and_its_draws_are_its_
     assert first[first.index("--seed") + 1] != second[second.index("--seed") + 1]
 
 
-def test_key_of_a_server_is_in_its_command_and_in_no_words(model: Path) -> None:
+def test_key_of_a_server_is_in_a_file_of_ours_alone_and_not_in_its_command(model: Path, tmp_path: Path) -> None:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "sglang", "server": {"any_version": True}})
-    address = sglang_command.own_address(model)
-    made = sglang_command.command(config, Wanted(path=str(model), dtype="float32", max_context=99), address)
-    assert made.argv[made.argv.index("--api-key") + 1] == address.token
-    assert address.token not in str(made)
-    assert "--api-key KEY" in str(made)
+    wanted = Wanted(path=str(model), dtype="float32", max_context=99)
+    address = sglang_command.own_address(tmp_path)
+    made = sglang_command.command(config, wanted, address)
+    file = Path(made.argv[made.argv.index("--config") + 1])
+    assert json.loads(file.read_text()) == {"api-key": address.token, "admin-api-key": address.token}
+    assert (file.suffix, file.stat().st_mode & 0o777) == (".yaml", 0o600)
+    assert address.token not in f"{made} {made.argv}"
+    runs = sglang_command.command(config, wanted, Address(url="http://127.0.0.1:9", token="hush"))
+    assert "--api-key KEY" in str(runs)
+    assert "hush" not in str(runs)
 
 
 def test_files_beside_a_model_are_not_shown_to_a_server(tmp_path: Path) -> None:

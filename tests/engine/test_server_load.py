@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from headrace.clock import RealClock
 from headrace.config import validate
@@ -18,6 +20,9 @@ from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.load import load
 from headrace.engine.server.prompts import Terms
 from headrace.engine.server.run import Loaded
+from headrace.errors import ConfigError
+from headrace.models import LoraConfig, ModelConfig, load_model
+from headrace.models.lora import save_adapter
 from tests.engine.server_process import CONTEXT, make_model
 
 CACHE = 64
@@ -38,7 +43,7 @@ def loaded(config: ServeConfig) -> Loaded:
 
 def ask(loaded: Loaded, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
     async def run() -> Any:
-        terms = Terms(model=loaded.name, max_context=loaded.max_context, limits=config.serve)
+        terms = Terms(model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=config.serve)
         with ThreadPoolExecutor(1) as encoder:
             async with asyncio.timeout(20), LocalEngine(loaded.core, clock=RealClock()) as engine:
                 service = Service(
@@ -68,3 +73,30 @@ def test_a_stop_string_may_name_a_special_token(loaded: Loaded, config: ServeCon
 
 def test_each_token_travels_at_once_unless_told_otherwise(config: ServeConfig) -> None:
     assert config.engine.flush_tokens == 1  # although other settings of the engine are given
+
+
+def test_agents_answer_under_their_names_with_their_own_adapters(config: ServeConfig, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, agents=("first", "second"))
+    model = load_model(ModelConfig(path=config.model.path, lora=lora))
+    for number, name in enumerate(("default", "first", "second")):
+        for parameter, tensor in model.named_parameters():
+            if f"lora_B.{name}." in parameter:
+                torch.nn.init.normal_(tensor, std=0.5, generator=torch.Generator().manual_seed(number))
+        where = tmp_path if name == "default" else tmp_path / "agents" / name
+        where.mkdir(parents=True, exist_ok=True)
+        save_adapter(model, where, name)
+    given = config.model.model_copy(update={"lora": lora.model_copy(update={"adapter": str(tmp_path)})})
+    several = load(config.model_copy(update={"model": given}), clock=RealClock())
+    assert several.agents == ("first", "second")
+    said = {}
+    for name in ("little", "first", "second"):
+        body = {"model": name, "prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        answer = ask(several, config, "/v1/completions", {**body, "logprobs": 0})
+        assert answer["model"] == name
+        said[name] = answer["choices"][0]["logprobs"]["token_logprobs"], answer["choices"][0]["token_ids"]
+    assert len({str(each) for each in said.values()}) == 3
+    refused = ask(several, config, "/v1/completions", {"model": "third", "prompt": "abc"})
+    assert "first, little, second" in refused["error"]["message"]
+    same = config.model_copy(update={"model": given, "serve": config.serve.model_copy(update={"name": "first"})})
+    with pytest.raises(ConfigError, match="both called 'first'"):
+        load(same, clock=RealClock())

@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 AGENTS = {
     "self_play": {"first", "second"},
     "proposer_solver": {"proposer"},
+    "proposer_solver_lora": {"proposer"},
     "debate": {"debater/0", "debater/1", "judge"},
 }
 """Who answers in the games of a model that knows nothing."""
@@ -49,7 +50,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "before", "after"), [
-    ("self_play", 0.6, 0.8), ("proposer_solver", 0.55, 0.6), ("debate", 0.5, 0.6)
+    ("self_play", 0.6, 0.8), ("proposer_solver", 0.55, 0.6), ("debate", 0.5, 0.6), ("proposer_solver_lora", 0.55, 0.65)
 ])  # fmt: skip
 def test_an_example_learns_on_the_model_of_the_demo(
     tmp_path: Path, demo: Path, name: str, before: float, after: float
@@ -57,7 +58,7 @@ def test_an_example_learns_on_the_model_of_the_demo(
     """Held-out games and sums, before and after."""
     overrides = [f"model.path={demo / 'model'}", f"run.dir={tmp_path / 'run'}", "observe.view=none"]
     rows: dict[str, Any] = {"debate": ["train", "held_out"], "proposer_solver": ["", "held_out"], "self_play": ["", ""]}
-    train_rows, held_out = rows[name]
+    train_rows, held_out = rows[name.removesuffix("_lora")]
     overrides += [f"data.path={demo / train_rows}.jsonl"] if train_rows else []
     overrides += [f"data.eval_path={demo / held_out}.jsonl"] if held_out else []
     summary = train(EXAMPLES / f"{name}.toml", overrides=overrides)

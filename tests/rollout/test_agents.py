@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from headrace.env import OpenEpisode, Outcome
 from headrace.errors import EpisodeError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
+from headrace.rollout.conversations import Wanted
+from headrace.rollout.runner import EnginePolicy
+from headrace.types.batch import Batch
 from headrace.types.chat import ChatOptions, Message
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, TurnPart
 from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup, num_untrained, paths
 from headrace.types.task import Task
@@ -243,3 +247,44 @@ def test_in_any_graph_of_agents_every_token_is_trained_once_with_the_credit_of_i
             mark = float(turn.tokens.logprobs_T[0])
             expected[mark] = credits[turn.author] * len(turn.tokens)
     assert trained == expected
+
+
+def test_an_agent_with_an_adapter_is_asked_of_the_policys_engine_by_name_and_trains_it() -> None:
+    engine = Watched(chunk(1, 2, version=4, stop_reason=StopReason.STOP))
+
+    async def play(episode: OpenEpisode) -> Outcome:
+        await sample(episode, 5, agent="solver/1")
+        await sample(episode, 5, 1, 2, 9, agent="editor")
+        await sample(episode, 7)
+        return Outcome(reward=1.0)
+
+    agents = Agents(known=frozenset({"solver", "editor"}), adapters=("solver",))
+    episode = run(play, engine=engine, agents=agents)
+    assert episode.status is EpisodeStatus.FINISHED
+    assert [options.agent for options in engine.told] == ["solver", "", ""]
+    batch = Batch.collate(4, paths(episode, 1.0), agents.adapters)
+    assert batch.agents_N is not None
+    owners = [batch.agents[place] for place in batch.agents_N[batch.mask_N].tolist()]
+    assert owners == ["solver", "solver", "", "", "", ""]  # the editor's words, and the policy's, are the policy's
+    assert Batch.collate(4, paths(episode, 1.0)).agents_N is None
+
+
+def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -> None:
+    def asking(agent: str, begun: dict[int, TurnPart]) -> tuple[Watched, EnginePolicy]:
+        engine = Watched(chunk(1, version=4), chunk(2, version=4, stop_reason=StopReason.STOP))
+        policy = EnginePolicy(
+            engine=engine, sampling=Sampling(max_new_tokens=8), run_seed=3, key=EpisodeKey(2, 1),
+            on_tokens=lambda _: None, begun=begun, agents=Agents(adapters=("proposer", "solver")),
+        )  # fmt: skip
+        prompt = np.array([5], np.int32)
+        wanted = Wanted(prompt_ids_T=prompt, parent=0, author=agent, sampling=policy.sampling)
+        run_virtual(policy.sample(wanted))
+        return engine, policy
+
+    _, first = asking("solver", {})
+    (part,) = first._asked.values()
+    begun = {0: replace(part, tokens=part.tokens[:1], stop_reason=None)}
+    same, _ = asking("solver", begun)
+    other, _ = asking("proposer", begun)
+    assert same.told[0].answer_ids_T is not None
+    assert other.told[0].answer_ids_T is None

@@ -19,17 +19,21 @@ def export(
     dtype: Literal["float32", "bfloat16"] | None = typer.Option(
         None, help="Number format of a merged model; float32 loses nothing."
     ),
+    agent: str = typer.Option(
+        "", help="Whose adapter, where agents have trained their own; policy: the policy's.", show_default=False
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Write what was trained as plain Hugging Face files, which transformers (or peft) loads."""
     from headrace.session.exporting import export as write
 
-    exported = write(where, out, adapter, dtype)
+    exported = write(where, out, adapter, dtype, agent)
     if as_json:
         print_json(exported)
         return
     said = console()
-    said.print(f"{exported.kind} of {readable(exported.source)} written to {readable(exported.directory)}")
+    whose = f" of agent {exported.agent}" if exported.agent else ""
+    said.print(f"{exported.kind}{whose} of {readable(exported.source)} written to {readable(exported.directory)}")
     if exported.lost_share:
         said.print(
             f"warning: {exported.lost_share:.0%} of the weights that the adapter changes are the base's again in "

@@ -122,7 +122,7 @@ def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
     )
     header = f" -H 'Authorization: Bearer ${TOKEN_VARIABLE}'".replace("'", '"') if with_token else ""
     name = readable(loaded.name)
-    out.print(f"serving    {name} at {url}/v1")
+    out.print(f"serving    {', '.join([name, *loaded.agents])} at {url}/v1")
     out.print(f"context    {loaded.max_context:,} tokens")
     out.print(f"device     {facts['device']}, weights of {_mebibytes(facts['weights_bytes'])}")
     out.print(f"kernels    {readable(kernels)}; attention: {facts['attention']}")

@@ -54,6 +54,8 @@ class RequestOptions:
     draws, penalties and limits it would have had. ``None``: it begins."""
     session: str = ""
     """Names requests that belong together: of several engines, the one that served the last of them gets the next."""
+    agent: str = ""
+    """Whose adapter samples it, of several in training (``model.lora.agents``); empty: the policy's."""
 
 
 PLAIN = RequestOptions()

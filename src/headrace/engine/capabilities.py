@@ -26,7 +26,7 @@ class Capabilities:
     mixtures: bool
     """It takes the weights of a mixture of experts from a learner."""
     adapters: bool
-    """It takes adapters alone from a learner (LoRA)."""
+    """It takes adapters alone from a learner (LoRA), several where several agents train one."""
     entropies: bool
     """Each token comes with the entropy of what it was drawn from."""
     scores: bool

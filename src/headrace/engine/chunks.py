@@ -26,6 +26,7 @@ def generate_request(
         fork=options.fork,
         pinned=options.pinned,
         answer_ids_T=options.answer_ids_T,
+        agent=options.agent,
     )
 
 

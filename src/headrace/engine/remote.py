@@ -89,6 +89,7 @@ class RemoteEngine:
 
         begun = [] if options.answer_ids_T is None else options.answer_ids_T.tolist()
         body = {**self._body(sampling, len(begun)), "prompt": [*prompt_ids_T.tolist(), *begun]}
+        body["model"] = options.agent or self._model  # servers have the adapters of agents under their names
         self._count(running=1)
         try:
             async with aclosing(await self._ask(body)) as answer:

@@ -1,6 +1,6 @@
 """Settings of agents: which weights answer under which name.
 
-agent="solver"     any name                    the policy under training
+agent="solver"     any name                    the policy under training, or an adapter of the agent's own beside it
 agent="solver/2"   another one of that role    the same policy, the same baseline, a reward of its own
 agent="opponent"   [[env.agents]] kind = ...   frozen weights, in an engine of their own
 """
@@ -34,8 +34,9 @@ class AgentSection(Section):
 
 
 class TrainedAgent(AgentSection):
-    """The policy under training, under a name of its own. It needs a table only where other agents have one: then no
-    name is allowed that has none."""
+    """The policy under training, under a name of its own; where ``model.lora.agents`` names it too, an adapter of its
+    own, in training beside the policy's. It needs a table only where other agents have one: then no name is allowed
+    that has none."""
 
     kind: Literal["trained"] = "trained"
     """Selects the policy under training."""
@@ -54,7 +55,7 @@ class FrozenAgent(AgentSection):
     """Selects the weights that the run begins with."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
-        return model
+        return model.of_policy()
 
     def __str__(self) -> str:
         return "the weights that the run begins with"

@@ -7,6 +7,8 @@
           ──▶ each: log π at its loss tokens (forward.py) ──▶ objective ──▶ backward: gradients add up
           ──▶ clip ──▶ the optimizer at the schedule's rate (optim.py, parallel/optim.py) ──▶ version + 1
 
+Where agents train adapters of their own, a pass is of one adapter, weighed by the whole batch, and clipped by itself.
+
 A batch that comes in parts (whole groups, as they become ready) is added part by part, and its gradient divided by the
 reduction's denominator when the last is there: the same gradient, up to rounding.
 
@@ -16,9 +18,9 @@ Shape legend: N tokens of the batch.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from headrace.learner.companions.base import LearnerParts
 from headrace.learner.companions.registry import companions, refuse_unserved
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
-from headrace.learner.intake import Mask, layout
+from headrace.learner.intake import Mask, layout, refuse_strangers
 from headrace.learner.memory import HALF_UPDATED, MemoryPlan, told_when_full
 from headrace.learner.optim import learning_rate
 from headrace.learner.packing import MicroBatch
@@ -41,7 +43,7 @@ from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
-from headrace.learner.work import Tally, Work
+from headrace.learner.work import Parts, Tally, Work
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
@@ -84,21 +86,11 @@ class Update:
 
     grad_norm: float
     """Global, before clipping."""
+    norms: dict[str, float]
+    """As metrics: of each agent that trains an adapter of its own and had tokens."""
     lr: float
     """The rate of this update."""
     seconds: float
-
-
-@dataclass(slots=True, kw_only=True)
-class _Parts:
-    """What the parts of a step have added up to."""
-
-    tally: Tally = field(default_factory=Tally)
-    mass: float = 0.0
-    """The reduction's denominator."""
-    loss_tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
 
 
 class LearnerCore:
@@ -144,7 +136,7 @@ class LearnerCore:
         refuse_unserved(self._objective, self._companions)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._companions)
         self._memory = MemoryPlan.of(model, config)
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step = 0
 
@@ -174,7 +166,7 @@ class LearnerCore:
         seconds = {"forward_backward_s": gradient.seconds, "optim_s": update.seconds}
         return StepReport(
             step=batch.step,
-            metrics={**gradient.metrics, "grad_norm": update.grad_norm, "lr": update.lr, **seconds},
+            metrics={**gradient.metrics, "grad_norm": update.grad_norm, "lr": update.lr, **update.norms, **seconds},
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
             log_pi_N=gradient.log_pi_N,
@@ -225,7 +217,7 @@ class LearnerCore:
         if self._parts is None:
             if self.has_gradient:
                 raise RunError(f"step {self._step} already has a gradient", remedy="call optim_step before add")
-            self._parts = _Parts()
+            self._parts = Parts(tally=Tally())
         parts = self._parts
         work, mass, dropped = self._prepare(part)
         self._backward(self.accompany(work), parts.tally)
@@ -236,7 +228,7 @@ class LearnerCore:
 
     def finish(self) -> Gradient:
         """The last part was added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
-        parts, self._parts = self._parts or _Parts(), None
+        parts, self._parts = self._parts or Parts(tally=Tally()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
             raise nothing_to_learn(self._step, parts.loss_tokens)
@@ -264,8 +256,8 @@ class LearnerCore:
         if not self.has_gradient:
             raise RunError(f"step {self._step} has no gradient", remedy="call forward_backward before optim_step")
         with self._ranks.together():
-            grad_norm = self._optimizer.clip_norm(self._config.max_grad_norm)
-        if not math.isfinite(grad_norm):
+            norms = self._optimizer.clip_norms(self._config.max_grad_norm)
+        if not math.isfinite(grad_norm := math.hypot(*norms.values())):
             self._forget()
             raise RunError(
                 f"step {self._step}: the global gradient norm is {grad_norm}; weights and optimizer are unchanged",
@@ -288,7 +280,9 @@ class LearnerCore:
                 companion.after_update(self._step + 1)
         seconds = self._ended("optim_step", start_s)
         self._step += 1
-        return Update(grad_norm=grad_norm, lr=lr, seconds=seconds)
+        named = self._forward.switch.agents[1:]
+        own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
+        return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds)
 
     def logprobs(self, batch: Batch) -> FloatColumn:
         """log π (N, float32) of every token of the batch's mask under the current weights and the sampling
@@ -341,6 +335,7 @@ class LearnerCore:
             )
         refuse_unserved(self._objective, self._companions)
         self._forward.refuse(batch)
+        refuse_strangers(batch, self._forward.switch.agents)
 
     def _prepare(self, batch: Batch) -> tuple[Work, Tensor, dict[str, int]]:
         """The batch with weights that are yet to be divided by the mass of the whole step, that of this batch, and the
@@ -355,13 +350,18 @@ class LearnerCore:
         with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._forget)
             tally.open(work)
-            start_s = self._context.clock.now()
-            packed = self._forward.cut(work.batch, work.mask_N)
-            self._ended("pack", start_s)
-            for micro in packed:
-                self._backward_micro(work, micro, tally)
-                self._optimizer.collect()
+            for agent, mask_N in self._forward.by_agent(work.batch, work.mask_N):
+                with self._forward.switch.on(agent):
+                    self._backward_agent(work.only(mask_N), tally)
             undo.pop_all()
+
+    def _backward_agent(self, work: Work, tally: Tally) -> None:
+        start_s = self._context.clock.now()
+        packed = self._forward.cut(work.batch, work.mask_N)
+        self._ended("pack", start_s)
+        for micro in packed:
+            self._backward_micro(work, micro, tally)
+            self._optimizer.collect()
 
     def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
         start_s = self._context.clock.now()

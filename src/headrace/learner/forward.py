@@ -4,13 +4,15 @@
     micro-batch ──▶ rows of one flat pass ──▶ trunk, under the recorded routing ──▶ hidden states
                 ──▶ those before a loss token ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
 
+Where agents train adapters of their own, each computes the samples in which it has loss tokens, one after the other.
+
 Shape legend: N tokens of the batch, M tokens of a micro-batch, R rows of it that are computed, P tokens of it that
 carry loss, K entries of a distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,7 @@ from headrace.learner.parallel.view import View, view_of
 from headrace.learner.prefixes import siblings
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
+from headrace.models.lora import Switch
 from headrace.models.routing import RoutedModel, RoutingReplay, Seen, find_routing
 from headrace.types.batch import Batch
 from headrace.types.tokens import FloatColumn
@@ -76,6 +79,7 @@ class Forward:
         ranks: AnyRanks | None = None,
     ) -> None:
         self._ranks = ranks or Alone(model.device)
+        self.switch = Switch(model)
         self._share = config.share_prefixes
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
@@ -111,6 +115,11 @@ class Forward:
         """Raise :class:`~headrace.errors.RunError` for a batch that this model cannot compute."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
 
+    def by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
+        """Whose adapters compute the tokens of the mask, each with its own of them: :attr:`switch` is to be on it while
+        these are cut and computed."""
+        return [("", mask_N)] if len(self.switch.agents) == 1 else batch.by_agent(mask_N)
+
     def cut(self, batch: Batch, mask_N: Mask) -> list[MicroBatch]:
         """This rank's micro-batches of the samples that have a token of the mask; the others need no forward pass. All
         ranks get as many; some may be empty."""
@@ -138,8 +147,11 @@ class Forward:
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
         """log π (N) of the tokens of the mask; 0 elsewhere."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
-        for micro in self.cut(batch, mask_N):
-            logprobs_N[micro.places_M] = self(batch, mask_N, micro).log_pi_M.cpu().numpy()
+        for agent, own_N in self.by_agent(batch, mask_N):
+            with self.switch.on(agent):
+                for micro in self.cut(batch, own_N):
+                    own_M = own_N[micro.places_M]
+                    logprobs_N[micro.places_M[own_M]] = self(batch, own_N, micro).log_pi_M.cpu().numpy()[own_M]
         return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
 
     @torch.no_grad()
@@ -147,15 +159,21 @@ class Forward:
         """The likeliest entries at every token of the mask; 0 elsewhere."""
         ids_NK = torch.zeros(batch.num_tokens, wanted.num, dtype=torch.int32)
         logs_NK = torch.zeros(batch.num_tokens, wanted.num)
-        for micro in self.cut(batch, mask_N):
-            view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
-            with self._replaying(batch, view):
-                before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
-                found = self._top_entries(view.inputs(batch.ids_N), before_P, wanted)
-            ids_MK, logs_MK = (view.join(column_PK) for column_PK in found)
-            ids_NK[micro.places_M] = ids_MK.cpu().to(ids_NK.dtype)
-            logs_NK[micro.places_M] = logs_MK.cpu().to(logs_NK.dtype)
+        for agent, own_N in self.by_agent(batch, mask_N):
+            with self.switch.on(agent):
+                for micro in self.cut(batch, own_N):
+                    own_M = own_N[micro.places_M]
+                    ids_MK, logs_MK = self._likeliest(batch, micro, own_M, wanted)
+                    ids_NK[micro.places_M[own_M]] = ids_MK.cpu().to(ids_NK.dtype)[own_M]
+                    logs_NK[micro.places_M[own_M]] = logs_MK.cpu().to(logs_NK.dtype)[own_M]
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
+
+    def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, wanted: Likeliest) -> Iterator[Tensor]:
+        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)
+        with self._replaying(batch, view):
+            before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
+            found = self._top_entries(view.inputs(batch.ids_N), before_P, wanted)
+        return (view.join(column_PK) for column_PK in found)
 
     def _replaying(self, batch: Batch, view: View) -> AbstractContextManager[Seen | None]:
         if batch.routing is None or not len(view.rows_R):

@@ -5,6 +5,8 @@ Shape legend: S samples and N tokens of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -39,6 +41,19 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
         )
 
 
+def refuse_strangers(batch: Batch, agents: Sequence[str]) -> None:
+    """Raise :class:`~headrace.errors.RunError` for a batch that trains an adapter of somebody else than ``agents``."""
+    places = () if batch.agents_N is None else np.unique(batch.agents_N).tolist()
+    named = dict(enumerate(batch.agents))
+    strangers = [named.get(place, f"number {place}") for place in places if named.get(place) not in agents]
+    if strangers:
+        raise RunError(
+            f"the batch of step {batch.step} has tokens of agent {strangers[0]!r}, which trains no adapter here; "
+            "nothing was changed",
+            remedy=f"name it in model.lora.agents, which is {[agent for agent in agents if agent]}",
+        )
+
+
 def _misaligned(batch: Batch) -> str:
     num_samples, num_tokens = len(batch.lengths_S), batch.num_tokens
     sizes = {
@@ -49,6 +64,7 @@ def _misaligned(batch: Batch) -> str:
         "logprobs_N": (len(batch.logprobs_N), num_tokens),
         "versions_N": (len(batch.versions_N), num_tokens),
         "advantages_N": (len(batch.advantages_N), num_tokens),
+        "agents_N": (num_tokens if batch.agents_N is None else len(batch.agents_N), num_tokens),
     }
     wrong = [f"{name} is {size}, expected {expected}" for name, (size, expected) in sizes.items() if size != expected]
     return wrong[0] if wrong else ""

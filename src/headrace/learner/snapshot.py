@@ -1,5 +1,5 @@
 """The learner's part of a snapshot: an ordinary Hugging Face model directory, and the optimizer beside it. Of a model
-with adapters: the active one as an ordinary directory of peft's.
+with an adapter: that, as an ordinary directory of peft's; where agents train their own, theirs in ``agents/NAME``.
 
 Nothing in it is pickled: tensors and numbers, as safetensors. The schedule is a function of the step and needs no file.
 """
@@ -66,7 +66,10 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
         if is_adapted(model):
             from headrace.models import lora
 
-            lora.save_adapter(model, directory)
+            for agent in lora.Switch(model).agents:
+                where = directory / lora.AGENTS / agent if agent else directory
+                where.mkdir(parents=True, exist_ok=True)
+                lora.save_adapter(model, where, agent)
         else:
             model.save_pretrained(directory)
         for pattern in TOKENIZER_FILES:
@@ -113,7 +116,8 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
     from headrace.models import lora
 
     try:
-        lora.load_adapter(model, directory)
+        for agent in lora.Switch(model).agents:
+            lora.load_adapter(model, lora.directory_of(directory, agent), agent)
     except ModelError as error:
         raise CheckpointError(
             f"snapshot {directory} holds no adapter of this run: {error.problem}",

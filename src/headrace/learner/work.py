@@ -5,8 +5,9 @@ Shape legend: N tokens of the batch, M tokens of a micro-batch, P parts of the o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -50,6 +51,12 @@ class Work:
     metrics: Metrics = field(default_factory=dict)
     """What companions measured, this rank's share."""
 
+    def only(self, mask_N: Mask) -> Work:
+        """The same, with the loss of these tokens alone: what the rest weighs stays what it is."""
+        if mask_N is self.mask_N:
+            return self
+        return replace(self, mask_N=mask_N, weights_N=self.weights_N * torch.from_numpy(mask_N))
+
     def inputs(
         self,
         micro: MicroBatch,
@@ -85,6 +92,18 @@ class Work:
             selected_NP=None if self.selected_NP is None else self.selected_NP[places].to(device),
             **recorded,
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What the parts of a step have added up to."""
+
+    tally: Tally
+    mass: float = 0.0
+    """The reduction's denominator."""
+    loss_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace.config import Section
 from headrace.errors import ConfigError
 
+AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=32)]
+"""A part of the names of tensors, in which dots divide."""
 SUPPORTED = "use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)"
 """What to do about a model that cannot be used."""
 
@@ -39,6 +41,22 @@ class LoraConfig(Section):
     """Always 0."""
     adapter: str | None = Field(default=None, min_length=1)
     """Directory of an adapter in peft's format to begin with, such as a snapshot of such a run."""
+    agents: tuple[AgentName, ...] = ()
+    """Agents of the environment that each train an adapter of their own, of this shape, such as ``["proposer",
+    "solver"]``; every other name is answered by the policy's. Where ``adapter`` is set all begin with it or, of a
+    snapshot that holds one for each, with their own."""
+
+    @model_validator(mode="after")
+    def _agents_can_be_told_apart(self) -> Self:
+        twice = next((name for name in self.agents if self.agents.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"model.lora.agents names {twice!r} twice", remedy="name each agent once")
+        taken = next((name for name in self.agents if name == "default" or name.startswith("lora_")), None)
+        if taken is not None:
+            raise ConfigError(
+                f"model.lora.agents: peft takes {taken!r} for a part of its own names", remedy="choose another name"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_a_function_of_the_weights(self) -> Self:
@@ -95,6 +113,17 @@ class ModelConfig(Section):
         if self.lora is None:
             return self.model_copy(update={"path": snapshot})
         return self.model_copy(update={"lora": self.lora.model_copy(update={"adapter": snapshot})})
+
+    @property
+    def adapter_agents(self) -> tuple[str, ...]:
+        """Agents that train adapters of their own beside the policy's."""
+        return () if self.lora is None else self.lora.agents
+
+    def of_policy(self) -> Self:
+        """The same model with the policy's adapter alone, where agents train their own beside it."""
+        if self.lora is None or not self.lora.agents:
+            return self
+        return self.model_copy(update={"lora": self.lora.model_copy(update={"agents": ()})})
 
     @model_validator(mode="after")
     def _deterministic_in_float32(self) -> Self:

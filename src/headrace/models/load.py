@@ -73,9 +73,9 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         ) from error
     _refuse_incomplete(config.path, info)
     if config.lora is not None:
-        from headrace.models.lora import add_adapter
+        from headrace.models.lora import add_adapters
 
-        add_adapter(model, config.lora, config.path)  # before it moves: drawn on the CPU, it is the same everywhere
+        add_adapters(model, config.lora, config.path)  # before it moves: drawn on the CPU, it is the same everywhere
     model = model.to(device).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

@@ -2,7 +2,8 @@
 
     load_model ──▶ add_adapter: peft wraps layers in place; the class of the model and its tree of modules stay
                ──▶ A from its own seed, B = 0, or both from files ──▶ only they require gradients
-    weight_tensors(model) ──▶ the active adapter's tensors: optimizer, publication, snapshot see nothing else
+               ──▶ one more for each agent that trains its own: all are trained, and one at a time computes (Switch)
+    weight_tensors(model) ──▶ the tensors in training: optimizer, publication, snapshot see nothing else
 
 The only file that imports peft.
 """
@@ -27,10 +28,10 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError, ModelError
 from headrace.models.config import LoraConfig
-from headrace.models.weights import of_adapter
+from headrace.models.weights import DEFAULT, adapter_of, of_adapter
 
-DEFAULT = "default"
-"""What the adapter of a model with one is called."""
+AGENTS = "agents"
+"""The folder of a snapshot that holds the adapters of agents which train their own, by name."""
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """An adapter on the disk, as peft names its files."""
@@ -54,6 +55,56 @@ _ELSEWHERE = frozenset(
     | {"target_parameters", "task_type", "layers_pattern", *_SAID}
 )
 """Settings of peft's files that are checked in another way, or do not change what an adapter computes."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
+    """Put the policy's adapter into ``model``, in place, and one for each of ``config.agents``. All are trained; the
+    policy's computes, until a :class:`Switch` says otherwise. See :func:`add_adapter`."""
+    add_adapter(model, config, base)
+    for agent in config.agents:
+        begins = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
+        add_adapter(model, config.model_copy(update={"adapter": begins}), base, agent)
+    if config.agents:
+        _select(model, DEFAULT)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(of_adapter(name))
+
+
+def directory_of(snapshot: Path, agent: str) -> Path:
+    """Where the adapter of ``agent`` (empty: of the policy) lies in ``snapshot``; that of a lone adapter is everyone's
+    to begin with."""
+    return snapshot / AGENTS / agent if agent and (snapshot / AGENTS).is_dir() else snapshot
+
+
+class Switch:
+    """Which of the adapters of ``model`` computes: a change of names in its layers. What is trained, and what gradients
+    wait, stays as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
+        trained = dict.fromkeys(map(adapter_of, names))
+        self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+        self.agents = tuple("" if name == DEFAULT else name for name in trained) if len(trained) > 1 else ("",)
+        """Whose adapters are trained, the policy's (empty) among them; that alone where there are not several."""
+
+    @contextmanager
+    def on(self, agent: str) -> Iterator[None]:
+        """Inside, the adapter of ``agent`` computes: forward passes, and backward passes that compute again."""
+        if agent not in self.agents:
+            raise ModelError(f"agent {agent!r} trains no adapter", remedy=f"choose one of {', '.join(self.agents[1:])}")
+        if len(self.agents) == 1:
+            yield
+            return
+        before = self._layers[0].active_adapters
+        self._point([agent or DEFAULT])
+        try:
+            yield
+        finally:
+            self._point(before)
+
+    def _point(self, names: list[str]) -> None:
+        for layer in self._layers:
+            layer._active_adapter = names  # peft's set_adapter would freeze the others
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str = DEFAULT) -> None:
@@ -111,21 +162,22 @@ def active_adapter(model: nn.Module) -> str:
     return str(name)
 
 
-def save_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Write the active adapter into ``directory``, as peft's ``PeftModel.from_pretrained`` reads it."""
-    name = active_adapter(model)
+def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
+    """Write the adapter ``name`` (empty: the active one) into ``directory``, as peft's ``PeftModel.from_pretrained``
+    reads it."""
+    name = name or active_adapter(model)
     tensors = {f"{_PREFIX}{key}": tensor.contiguous() for key, tensor in _in_files(model, name).items()}
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     model.peft_config[name].save_pretrained(str(directory))
 
 
-def load_adapter(model: PreTrainedModel, directory: Path) -> None:
-    """Copy the adapter in ``directory`` into the active one of ``model``.
+def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
+    """Copy the adapter in ``directory`` into the one of ``model`` called ``name`` (empty: the active one).
 
     Raises :class:`~headrace.errors.ModelError`, and leaves the model as it was, for a directory that is none, an
     adapter that was trained on another base or computes otherwise, and tensors of other names or shapes.
     """
-    name = active_adapter(model)
+    name = name or active_adapter(model)
     tree, tensors = read_adapter(directory)
     _refuse_other(directory, tree, model.peft_config[name])
     held = _in_files(model, name)

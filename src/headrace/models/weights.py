@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+DEFAULT = "default"
+"""What the adapter of a model with one is called: the policy's."""
+
 _LORA = "lora_"
 """How peft begins the names of what it adds to a layer; the name of the adapter follows as a part of its own."""
 
@@ -11,8 +14,9 @@ _LORA = "lora_"
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
 
-    Of a model with adapters: those of the active one, under names that do not say what the adapter is called. The rest
-    never changes, so it need not travel.
+    Of a model with adapters: those that are trained. The policy's, or that of the only one, are under names that do not
+    say what the adapter is called; those of agents that are trained beside it say so. The rest never changes, so it
+    need not travel.
 
     The tensors are the parameters themselves: pointing one elsewhere (``tensor.data = view``) changes the model, in
     every place where the parameter is tied.
@@ -24,9 +28,10 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=True))
     if not is_adapted(model):
         return tensors
-    return {
-        without_adapter(name): tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad
-    }
+    trained = {name: tensor for name, tensor in tensors.items() if of_adapter(name) and tensor.requires_grad}
+    if len({adapter_of(name) for name in trained}) == 1:
+        return {without_adapter(name): tensor for name, tensor in trained.items()}
+    return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -49,10 +54,24 @@ def without_adapter(name: str) -> str:
     'layers.0.q_proj.lora_A.weight'
     """
     parts = name.split(".")
-    at = next(place for place, part in enumerate(parts) if part.startswith(_LORA))
-    return ".".join([*parts[: at + 1], *parts[at + 2 :]])
+    at = _place(parts)
+    return ".".join([*parts[:at], *parts[at + 1 :]])
+
+
+def adapter_of(name: str) -> str:
+    """
+    >>> adapter_of("layers.0.q_proj.lora_A.default.weight")
+    'default'
+    """
+    parts = name.split(".")
+    return parts[_place(parts)]
 
 
 def of_adapter(name: str) -> bool:
     """Whether a parameter or module of this name was added by peft."""
     return any(part.startswith(_LORA) for part in name.split("."))
+
+
+def _place(parts: list[str]) -> int:
+    """Of the adapter's name among the parts of a parameter's."""
+    return next(place for place, part in enumerate(parts) if part.startswith(_LORA)) + 1

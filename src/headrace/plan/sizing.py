@@ -50,9 +50,11 @@ class Asked:
 
     @property
     def adapter_params(self) -> float:
-        """Of a low-rank adapter, about: two thin matrices beside seven of each layer. 0 without one."""
+        """Of low-rank adapters, about: two thin matrices beside seven of each layer. 0 without one."""
         lora = self.model.lora
-        return 0.0 if lora is None else float(14 * lora.rank * self.shape.layers * self.shape.hidden)
+        if lora is None:
+            return 0.0
+        return float(14 * lora.rank * self.shape.layers * self.shape.hidden) * (1 + len(lora.agents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

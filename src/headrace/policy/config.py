@@ -77,6 +77,16 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_no_agents(self) -> Self:
+        agents = list(self.model.adapter_agents)
+        if agents:
+            raise ConfigError(
+                f"a policy of a loop of its own knows no agents, and model.lora.agents={agents}",
+                remedy="leave it out; to train several adapters in a loop, take headrace.learner.adapters.Adapters",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_no_critic(self) -> Self:
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(

@@ -26,6 +26,10 @@ class Agents:
     """Roles that may be asked beside the policy; empty: any, and all of them are the policy under training."""
     engines: Mapping[str, Engine] = field(default_factory=dict)
     """Of the roles whose weights are frozen."""
+    adapters: tuple[str, ...] = ()
+    """Roles that train adapters of their own, beside the policy's, in the policy's engines."""
+    posing: str = ""
+    """Whose adapter answers in the policy's place; empty: its own."""
 
     def frozen(self, name: str) -> Engine | None:
         """The engine of an agent with frozen weights; ``None``: it is the policy under training.
@@ -39,6 +43,11 @@ class Agents:
                 remedy=f"{nearest(role, self.known)}; or add a table for it",
             )
         return self.engines.get(role)
+
+    def adapter(self, name: str) -> str:
+        """Whose adapter answers for an agent that is trained: its own role's, or the policy's (empty)."""
+        role = role_of(name)
+        return role if role in self.adapters else self.posing
 
 
 POLICY_ALONE = Agents()

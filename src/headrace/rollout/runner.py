@@ -132,7 +132,7 @@ class EnginePolicy:
         other = f"{wanted.sampling.stop}" if wanted.sampling.stop != self.sampling.stop else ""
         if wanted.untrained:
             other += f"{wanted.sampling.temperature}/{wanted.sampling.top_p}/{wanted.sampling.top_k}"
-        if wanted.untrained == FROZEN_AGENT:
+        if wanted.untrained == FROZEN_AGENT or self.agents.adapter(wanted.author):
             other += f"/{wanted.author}"
         return prompt_digest(wanted.prompt_ids_T) + other
 
@@ -148,7 +148,8 @@ class EnginePolicy:
         """The turn as it grows, from what there is of it: the same draws come after the same tokens."""
         sampling = msgspec.structs.replace(wanted.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
-        options = RequestOptions(session=f"{self.run_seed}/{self.key.group}/{self.key.place}")
+        session = f"{self.run_seed}/{self.key.group}/{self.key.place}"
+        options = RequestOptions(session=session, agent=self.agents.adapter(wanted.author))
         if begun is not None and begun.prompt != empty.prompt:
             begun, lost = None, self._lost
         if begun is not None:

@@ -15,7 +15,7 @@ from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.gdpo import Gdpo
 from headrace.algo.advantages.prpo import Prpo
 from headrace.algo.config import AlgoConfig
-from headrace.config import Section, load_toml, merge, parse_override, validate
+from headrace.config import Section, leaves, load_toml, merge, parse_override, validate
 from headrace.control import RunSection
 from headrace.engine.fleet import FleetConfig
 from headrace.env import DataConfig, EnvConfig
@@ -30,6 +30,7 @@ from headrace.learner.companions.fit import refuse_misfit
 from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
+from headrace.session.agent_fit import refuse_strange_agents
 from headrace.session.credit_fit import refuse_pivots, refuse_ungraded
 from headrace.session.engine_fit import refuse_incapable
 from headrace.sync import SyncConfig
@@ -90,6 +91,11 @@ class RunConfig(Section):
                 "sync.codec='adapter' sends adapters alone, and model.lora is not set",
                 remedy="set model.lora, or sync.codec = 'full'",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _agents_are_there(self) -> Self:
+        refuse_strange_agents(self.model, self.env)
         return self
 
     @model_validator(mode="after")
@@ -229,15 +235,32 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
     >>> load_config({"model": {"path": "m"}}, ["flow.max_age=0"]).flow.max_age
     0
     """
-    if isinstance(source, RunConfig):
-        tree = source.model_dump(mode="json")
-    elif isinstance(source, Mapping):
-        tree = dict(source)
-    else:
-        tree = _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    tree = run_tree(source)
     settings = recipe(like).settings if like else {}
-    tree = merge(settings, tree, *(parse_override(text) for text in overrides))
-    return validate(RunConfig, _absolute(tree, Path.cwd()))
+    tree = _absolute(merge(settings, tree, *(parse_override(text) for text in overrides)), Path.cwd())
+    try:
+        return validate(RunConfig, tree)
+    except ConfigError as error:
+        _tell_whose(error, settings, tree, like)
+        raise
+
+
+def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
+    """What a run file says; its paths are absolute where it is a file."""
+    if isinstance(source, RunConfig):
+        return source.model_dump(mode="json")
+    if isinstance(source, Mapping):
+        return dict(source)
+    return _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+
+
+def _tell_whose(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
+    """Add which of the settings that ``error`` names stand in no file of the reader's: the recipe brought them."""
+    brought = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
+    kept = sorted(brought & {f"{path}={value!r}" for path, value in leaves(tree).items()})
+    if kept:
+        error.problem += f" (the recipe {like!r} says {', '.join(kept)})"
+        error.remedy += ", or take another recipe"
 
 
 _PATHS = (

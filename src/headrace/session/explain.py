@@ -43,7 +43,9 @@ def explain(prepared: Prepared) -> str:
     lines += [
         f"Teacher {name!r} is {teacher}." if name else f"The teacher is {teacher}." for name, (teacher, _) in served
     ]
-    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents]
+    own = config.model.adapter_agents
+    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents if agent.name not in own]
+    lines += [f"Agent {name!r} trains an adapter of its own, beside the policy's." for name in own]
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """What was trained, as the plain files that any Hugging Face program loads.
 
 run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them
-checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it
+checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it; that of an
+                                        agent, where agents have trained their own
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from headrace import checkpoint
 from headrace.checkpoint.snapshot import STATE_FILE
 from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
-from headrace.errors import CheckpointError, ConfigError
+from headrace.env.agents import POLICY
+from headrace.errors import CheckpointError, ConfigError, nearest
 from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
 from headrace.learner.snapshot import TOKENIZER_FILES
 
@@ -38,20 +40,30 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint it is from."""
     directory: str
     kind: Literal["model", "merged adapter", "adapter"]
+    agent: str = ""
+    """Whose adapter, where agents have trained their own; empty: the policy's."""
     lost_share: float | None = None
     """Of the weights that an adapter changes, those that are the base's again in the number format that was written;
     ``None`` where nothing was merged."""
 
 
-def export(where: Path, out: Path, adapter: AdapterForm | None = None, dtype: NumberFormat | None = None) -> Exported:
+def export(
+    where: Path,
+    out: Path,
+    adapter: AdapterForm | None = None,
+    dtype: NumberFormat | None = None,
+    agent: str = "",
+) -> Exported:
     """Write what the run or checkpoint ``where`` trained into ``out``, which appears whole or not at all.
 
     ``adapter`` says what becomes of an adapter (merged, if not said), ``dtype`` in which number format it is merged
-    (float32). Raises :class:`~headrace.errors.ConfigError` for what is not there to be exported and for an ``out`` that
-    is there already, :class:`~headrace.errors.CheckpointError` where it cannot be written, and
-    :class:`~headrace.errors.ModelError` for a base that is gone.
+    (float32), ``agent`` whose adapter is meant where agents have trained their own (``policy``: the policy's). Raises
+    :class:`~headrace.errors.ConfigError` for what is not there to be exported and for an ``out`` that is there already,
+    :class:`~headrace.errors.CheckpointError` where it cannot be written, and :class:`~headrace.errors.ModelError` for a
+    base that is gone.
     """
-    source, out = _source(where), out.expanduser().absolute()
+    checkpoint_dir, out = _source(where), out.expanduser().absolute()
+    source = _of_agent(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -67,7 +79,8 @@ def export(where: Path, out: Path, adapter: AdapterForm | None = None, dtype: Nu
         if adapted and adapter != "separate":
             lost_share = _merge(source, unfinished, dtype or "float32")
         else:
-            _copy(source, unfinished, ADAPTER_FILES if adapted else MODEL_FILES)
+            files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
+            _copy([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
         unfinished.replace(out)
         flush_one(out.parent)
     except (OSError, SafetensorError) as error:
@@ -79,7 +92,26 @@ def export(where: Path, out: Path, adapter: AdapterForm | None = None, dtype: Nu
     kind: Literal["model", "merged adapter", "adapter"] = "model"
     if adapted:
         kind = "adapter" if lost_share is None else "merged adapter"
-    return Exported(source=str(source), directory=str(out), kind=kind, lost_share=lost_share)
+    whose = "" if agent == POLICY else agent
+    return Exported(source=str(source), directory=str(out), kind=kind, agent=whose, lost_share=lost_share)
+
+
+def _of_agent(source: Path, agent: str) -> Path:
+    """The directory of the adapter that is meant."""
+    from headrace.models.lora import AGENTS
+
+    found = sorted(path.name for path in (source / AGENTS).glob("*"))
+    known = [POLICY, *found] if found else []
+    if known and not agent:
+        raise ConfigError(
+            f"{source} holds an adapter for each of {', '.join(known)}",
+            remedy=f"say which: --agent {found[0]}",
+        )
+    if agent and agent not in known:
+        if not known:
+            raise ConfigError(f"--agent {agent}: {source} holds no adapters of agents", remedy="leave --agent out")
+        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, known))
+    return source / AGENTS / agent if agent in found else source
 
 
 def _source(where: Path) -> Path:
@@ -120,8 +152,8 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     return export_merged(Path(tree["base_model_name_or_path"]), source, out, dtype).lost_share
 
 
-def _copy(source: Path, out: Path, patterns: Iterable[str]) -> None:
-    files = sorted({path for pattern in (*patterns, *TOKENIZER_FILES) for path in source.glob(pattern)})
+def _copy(paths: Iterable[Path], out: Path) -> None:
+    files = sorted(set(paths))
     out.mkdir()
     with whole_or_nothing(out, sum(path.stat().st_size for path in files) + SLACK_BYTES):
         for path in files:

@@ -109,6 +109,7 @@ def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
     flow = config.flow
     weight = 1.0 if flow.pivots is None else flow.pivots.weight
-    batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight))
+    agents = config.model.adapter_agents
+    batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight), agents)
     oldest = step - flow.greatest_age if flow.policy.masks_stale else None
     return without_stale(without_untaught(batch)[0], oldest)[0]

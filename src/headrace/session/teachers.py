@@ -64,7 +64,7 @@ def teacher_orders(
 def _model_of(teacher: ServedTeacher, config: RunConfig) -> ModelConfig:
     """What its engine loads."""
     if teacher.path is None:
-        return config.model
+        return config.model.of_policy()
     if isinstance(teacher, FrozenTeacher) and config.model.lora is not None:
         from headrace.models.lora import config_of
 

@@ -5,6 +5,7 @@ Shape legend: S samples of the batch, N tokens of all samples one after the othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +29,8 @@ class TrainSample:
     """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
     advantage: float | FloatColumn
     """What every token of the mask is credited with: one number for all, or one for each."""
+    roles: tuple[tuple[str, int], ...] = ()
+    """Who wrote it: a role and a number of tokens for each turn; empty where nobody asks."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,10 +57,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The experts of each of the N tokens; ``None`` if none are known."""
     taught: Taught | None = None
     """What a teacher says of each of the N tokens; ``None`` if none was asked."""
+    agents: tuple[str, ...] = ("",)
+    """Whose adapters are trained: the policy's, which has no name, and those of agents that train their own."""
+    agents_N: IntColumn | None = None
+    """Whose adapter each of the N tokens trains, as a place in ``agents``; ``None``: the policy's, all of them."""
 
     @classmethod
-    def collate(cls, step: int, samples: list[TrainSample]) -> Batch:
-        """Lay the samples out one after the other, in the order given."""
+    def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
+        """Lay the samples out one after the other, in the order given. ``agents``: roles that train adapters of their
+        own."""
         tokens = Tokens.concat([sample.tokens for sample in samples])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
@@ -77,6 +85,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             kept=tokens.kept,
             routing=tokens.routing,
             taught=tokens.taught,
+            agents=("", *agents),
+            agents_N=_whose(samples, agents) if agents else None,
         )
 
     @property
@@ -89,6 +99,21 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that carry loss."""
         return int(self.mask_N.sum())
 
+    def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+        """Every agent whose adapter tokens of the mask train, with those tokens."""
+        if self.agents_N is None:
+            return [("", mask_N)]
+        parts = [(agent, mask_N & (self.agents_N == place)) for place, agent in enumerate(self.agents)]
+        return [(agent, own_N) for agent, own_N in parts if own_N.any()]
+
     def ages(self) -> npt.NDArray[np.int32]:
         """The age of every token that carries loss: version of the learner when it trains − version of the token."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
+
+
+def _whose(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
+    """The place among the policy and ``agents`` of who wrote each token."""
+    places = {agent: place for place, agent in enumerate(agents, 1)}
+    turns = [turn for sample in samples for turn in sample.roles]
+    whose = np.array([places.get(role, 0) for role, _ in turns], np.int32)
+    return np.repeat(whose, [length for _, length in turns])

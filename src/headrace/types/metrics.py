@@ -99,6 +99,8 @@ _LABELLED = tuple(
         (f"{of}/{{{of}}}/length_max", "tokens", MAX, f"The longest, by {of}"),
         (f"{of}/{{{of}}}/turns_mean", "turns", MEAN, f"Sampled turns per episode, by {of}"),
     )
+) + _rows(
+    ("agent/{agent}/grad_norm", "", MEAN, "Norm of the gradient, before clipping, of an agent's own adapter"),
 )
 _FLOW = _rows(
     ("trained_tokens", "tokens", SUM, "Tokens that carried loss in the step"),
@@ -133,6 +135,11 @@ _TIME = _rows(
     ("held_back_s", "s", SUM, "flow.capacity kept groups from running, and no request waited for the engine"),
     ("exposed_sync_s", "s", SUM, "The learner stood still for the sync after the step"),
     ("commit_gap_s", "s", MEAN, "The engine stood still to commit the latest version"),
+    ("sync/commits", "", SUM, "Versions committed since the last step"),
+    ("sync/bytes", "bytes", SUM, "What of them was sent, or read where it lies"),
+    ("sync/wait_s", "s", SUM, "Commits waited for sequences to finish, or exchanged weights while these went on"),
+    ("sync/carried_over", "sequences", SUM, "Had begun, and went on under newer weights"),
+    ("sync/recomputed_tokens", "tokens", SUM, "Of these, in the cache, and to be computed again"),
     ("engine_busy_frac", "frac", MEAN, "The engine ran steps, of the time since the last step"),
     ("learner_busy_frac", "frac", MEAN, "The learner trained or copied, of the time since the last step"),
     ("prefill_frac", "frac", MEAN, "Of the engine's busy time, reading prompts"),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, role_of
 from headrace.types.tokens import FloatColumn, IntColumn, versions_of
 
 
@@ -60,6 +60,7 @@ def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
             tokens=episode.path_tokens(path),
             mask_T=np.concatenate(masks),
             advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+            roles=tuple((role_of(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
         )
         for path, masks in _masked_paths(episode)
     ]

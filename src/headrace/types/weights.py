@@ -77,8 +77,8 @@ class Interrupt(enum.StrEnum):
     BATCH = "batch"
     """They and all requests already waiting finish under the old weights; later requests wait."""
     SLEEP = "sleep"
-    """The engine gives its cache memory back and stands still until the commit; then they go on as after
-    ``abort_resume``."""
+    """The engine gives its cache memory back and stands still while the learner has a step to make; after the commit
+    they go on as after ``abort_resume``."""
 
 
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ from headrace.errors import ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
 from headrace.models.kernels.fuse import fuse
+from headrace.models.lora import Switch
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
 from headrace.models.shapes import cache_shapes
@@ -103,6 +104,7 @@ class NativeEngine:
         self._rows = Rows(config.max_sequences, max_context, followers)
         self._routes = Routes(model, self._cache.num_blocks)
         self._outbox = Outbox(self._rows, self._routes)
+        self._switch = Switch(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
             self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin
@@ -115,6 +117,7 @@ class NativeEngine:
             num_blocks=self._cache.num_blocks,
             max_waiting=config.max_waiting,
             stop_strings=decode is not None,
+            agents=self._switch.agents,
         )
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
@@ -242,16 +245,12 @@ class NativeEngine:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
         self._prepare_blocks(schedule)
-        if not self._pins.any:
-            return [self._pass(schedule, self._swaps.stamp)]
-        pin_R = self._rows.pin_R[schedule.rows_R]
-        apart_R = (pin_R >= 0) & (pin_R != self._swaps.stamp)
-        if not apart_R.any():
-            return [self._pass(schedule, self._swaps.stamp)]
-        drawn = [] if apart_R.all() else [self._pass(schedule.only(~apart_R), self._swaps.stamp)]
-        for version in np.unique(pin_R[apart_R]).tolist():
-            with self._pins.weights(version):
-                drawn.append(self._pass(schedule.only(pin_R == version), version))
+        rows, stamp, drawn = self._rows, self._swaps.stamp, list[_Drawn]()
+        pin_R = rows.pin_R[schedule.rows_R]
+        for pin, part in schedule.split(np.where(pin_R == stamp, NO_ROW, pin_R)):
+            with self._pins.weights(pin):
+                of_adapters = [each for _, each in part.split(rows.adapter_R[part.rows_R])]
+                drawn += [self._pass(each, stamp if pin == NO_ROW else pin) for each in of_adapters]
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
@@ -284,7 +283,8 @@ class NativeEngine:
             complete_R = starts_R + counts_R == rows.length_R[rows_R]
             rows_D, keep_D = rows_R[complete_R], plan.last_R[self._tensor(complete_R)]
         self._routes.record(bool(rows.routed_R[rows_R].any()))
-        logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
+        with self._switch.on(self._switch.agents[rows.adapter_R[rows_R[0]]]):
+            logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
         self._routes.store(geometry)
         rows.computed_R[rows_R] += counts_R
         if not len(rows_D):

@@ -11,7 +11,7 @@ from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import NO_ROW, Answer, Sequence
-from headrace.errors import EngineFull, RequestError
+from headrace.errors import EngineFull, RequestError, nearest
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
 from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
@@ -44,6 +44,8 @@ class Bounds:
     """Requests in the queue."""
     stop_strings: bool
     """Whether the engine can decode, so as to find them."""
+    agents: tuple[str, ...] = ("",)
+    """Whose adapters it has; the policy's is the empty name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +121,22 @@ class Intake:
             num_prompt=num_prompt,
             arrival=self._arrivals,
             deadline_s=np.inf if request.deadline_s is None else now_s + request.deadline_s,
+            adapter=self._adapter(request, name),
             parent=parent,
             reuses=fork is not None and fork.stale is StaleFork.REUSE,
             lineage_T=lineage,
             insists=insists,
             answer=self._answer(request, name),
         )
+
+    def _adapter(self, request: GenerateRequest, name: str) -> int:
+        agents = self._bounds.agents
+        if request.agent not in agents:
+            raise RequestError(
+                f"{name}: agent {request.agent[:80]!r} has no adapter here",
+                remedy=f"{nearest(request.agent[:80], filter(None, agents))}; or leave agent out",
+            )
+        return agents.index(request.agent)
 
     def _answer(self, request: GenerateRequest, name: str) -> Answer | None:
         """Of one that has begun elsewhere: as if it had been preempted here."""

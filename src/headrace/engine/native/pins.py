@@ -20,11 +20,6 @@ class Pins:
         self._holders: dict[int, set[int]] = {}
 
     @property
-    def any(self) -> bool:
-        """Whether there is a copy."""
-        return bool(self._copies)
-
-    @property
     def num_bytes(self) -> int:
         """Of all copies."""
         each = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
@@ -54,7 +49,10 @@ class Pins:
 
     @contextmanager
     def weights(self, version: int) -> Iterator[None]:
-        """The model has the weights of ``version``."""
+        """The model has the weights of ``version``; of a negative one, those that are in use."""
+        if version < 0:
+            yield
+            return
         current = [tensor.data for tensor in self._tensors]
         self._point(self._copies[version])
         try:

@@ -75,6 +75,8 @@ class Rows:
         """Which end with a string."""
         self.pin_R = np.full(num_rows, NO_ROW, np.int64)
         """The version that each is pinned to; negative for none."""
+        self.adapter_R = np.zeros(num_rows, np.int64)
+        """The adapter that samples each."""
         self._recorded_R = np.zeros(num_rows, bool)
         self._entropic_R = np.zeros(num_rows, bool)
         self._flushed_R = np.zeros(num_rows, np.int64)
@@ -106,6 +108,7 @@ class Rows:
         self._entropic_R[row] = sampling.record_entropy
         self.strings_R[row] = bool(sampling.stop)
         self.pin_R[row] = NO_ROW if sequence.pin is None else sequence.pin
+        self.adapter_R[row] = sequence.adapter
         self._longest_R[row] = sequence.longest
         self._set_stops(row, sampling.stop_ids)
         sampled_T = self.ids_RC[row, sequence.num_prompt : self.length_R[row]]
@@ -246,8 +249,8 @@ class Rows:
     def _columns(self) -> list[npt.NDArray[np.generic]]:
         return [
             self.tables_RB, self.held_R, self.length_R, self.computed_R, self.priority_R, self.arrival_R, self.routed_R,
-            self.strings_R, self.pin_R, self._recorded_R, self._entropic_R, self._flushed_R, self._longest_R,
-            self._stops_RS,
+            self.strings_R, self.pin_R, self.adapter_R, self._recorded_R, self._entropic_R, self._flushed_R,
+            self._longest_R, self._stops_RS,
         ]  # fmt: skip
 
     def _set_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:

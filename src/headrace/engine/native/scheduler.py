@@ -55,6 +55,12 @@ class Schedule:
             joined=(),
         )
 
+    def split(self, label_R: Index) -> list[tuple[int, Schedule]]:
+        """The parts of the step whose rows have the same label, with it, in its order."""
+        if (label_R == label_R[0]).all():
+            return [(int(label_R[0]), self)]
+        return [(label, self.only(label_R == label)) for label in np.unique(label_R).tolist()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:

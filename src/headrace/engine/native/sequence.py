@@ -23,6 +23,8 @@ Kept = tuple[IntColumn, int, int]
 """Where a token's kept-set stands: the ids of all that were drawn in its step, and from where to where."""
 WITH_ROUTING = 1
 """The salt of blocks beside which routing is stored."""
+_ADAPTERS = 2
+"""From here on a salt counts the adapters that compute blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class Sequence:
     """Counts up with every request."""
     deadline_s: float
     """On the clock; infinite for none."""
+    adapter: int = 0
+    """The place among the engine's of the adapter that samples it."""
     row: int = NO_ROW
     answer: Answer | None = None
     """Of one that waits, if it had begun; else ``None``."""
@@ -87,8 +91,8 @@ class Sequence:
 
     @property
     def salt(self) -> int:
-        """What its blocks must have beside them."""
-        return WITH_ROUTING if self.request.sampling.record_routing else 0
+        """What its blocks must have beside them, and whose they are."""
+        return _ADAPTERS * self.adapter + (WITH_ROUTING if self.request.sampling.record_routing else 0)
 
     def ids(self) -> IntColumn:
         """All tokens of one that waits."""

@@ -245,6 +245,7 @@ class ServedEngine:
             "experts (record_routing)": sampling.record_routing and not self._can.routing,
             "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
             "pinned sequences": request.pinned and not self._can.pins,
+            "adapters of agents": bool(request.agent),
         }
         missing = [what for what, asked in lacking.items() if asked]
         if missing:

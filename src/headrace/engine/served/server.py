@@ -34,12 +34,9 @@ class Command:
     argv: Sequence[str]
     variables: Mapping[str, str]
     """Of its environment, beside what a program of a run has."""
-    secret: str = ""
-    """What of it nobody is shown."""
 
     def __str__(self) -> str:
-        words = shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.argv])
-        return words.replace(self.secret, "KEY") if self.secret else words
+        return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.argv])
 
 
 class Server:

@@ -34,6 +34,8 @@ class Address:
     """Unix socket that it listens at instead; empty: none."""
     token: str = field(default="", repr=False)
     """Sent as ``Authorization: Bearer TOKEN``; empty: none is."""
+    key_file: str = ""
+    """Where a server that we start finds the token, among its options; empty: it wants none, or runs already."""
 
     @property
     def host(self) -> str:

@@ -71,7 +71,7 @@ async def understand(request: Request, service: Service) -> Job:
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = Head(
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-        model=service.terms.model,
+        model=body.model or service.terms.model,
         created_s=int(service.clock.wall()),
         is_chat=is_chat,
         with_logprobs=with_logprobs,

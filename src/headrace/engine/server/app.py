@@ -66,12 +66,15 @@ def make_app(state: State, token: str) -> Gate:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(state.ready())]})
+        service = state.ready()
+        names = (service.terms.model, *service.terms.agents)
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
         service = state.ready()
-        check_model(request.path_params["name"], service.terms.model)
-        return JSONResponse(_model(service))
+        name = request.path_params["name"]
+        check_model(name, service.terms)
+        return JSONResponse(_model(service, name))
 
     app = Starlette(
         routes=[
@@ -158,9 +161,9 @@ async def _in_words(work: Callable[[], Awaitable[A]]) -> A | Refusal:
         return dead(error)
 
 
-def _model(service: Service) -> dict[str, object]:
+def _model(service: Service, name: str) -> dict[str, object]:
     return {
-        "id": service.terms.model,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "headrace",

@@ -1,7 +1,8 @@
 """Who may call.
 
-With a token, every request but ``/health`` needs it. Without one the server listens on this machine only, and a request
-must also be addressed to this machine by name: a web page that points a name of its own here is turned away.
+With a token, every request needs it, whatever its path, and without it hears nothing but 401. Where there is none the
+server listens on this machine only, and a request must also be addressed to this machine by name: a web page that
+points a name of its own here is turned away.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.errors import ConfigError
 
-OPEN_PATHS = frozenset({"/health"})
-"""What anybody may ask."""
-
 
 class Gate:
     """Lets requests through to ``app``, or answers them itself."""
@@ -27,7 +25,7 @@ class Gate:
         self._token = token.encode(errors="surrogateescape")  # the bytes that were given, whatever they mean
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http":
             refusal = self._refusal(Headers(scope=scope))
             if refusal is not None:
                 await refusal.response()(scope, receive, send)
@@ -51,7 +49,7 @@ class Gate:
         if kind.lower() == b"bearer" and is_right:
             return None
         return Refusal(
-            "the request carries no token" if not given else "the request's token is wrong",
+            "the request does not carry the token",
             remedy="send the header 'Authorization: Bearer TOKEN' (api_key of the OpenAI client)",
             status=401,
             code="invalid_api_key",

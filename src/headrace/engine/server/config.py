@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.tls import refuse_half
 from headrace.engine.config import EngineConfig
 from headrace.models.config import ModelConfig
 
@@ -36,6 +39,15 @@ class ServeSection(Section):
     """Longest wait for a request's body."""
     grace_s: float = Field(default=10.0, ge=0)
     """After Ctrl-C, how long running requests may go on before they end with what they have."""
+    tls_certificate: str = ""
+    """PEM file with the certificate of the server, and those that lead to its authority; unset: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key, without a password."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        refuse_half("serve", self.tls_certificate, self.tls_key)
+        return self
 
 
 class ServeEngineConfig(EngineConfig):

@@ -10,7 +10,7 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.run import Loaded
-from headrace.errors import WeightsError
+from headrace.errors import ConfigError, WeightsError
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.load import context_length, load_model, load_tokenizer
@@ -46,6 +46,12 @@ def load(config: ServeConfig, *, clock: Clock) -> Loaded:
     tokenizer = load_tokenizer(path)
     words = Words(tokenizer, stop_ids(path, tokenizer.eos_token_id))
     max_context = engine.max_context or context_length(path)
+    name, agents = model_name(config), config.model.adapter_agents
+    if name in agents:
+        raise ConfigError(
+            f"the model and an agent of model.lora.agents are both called {name!r}",
+            remedy="give the model another name: serve.name",
+        )
     model = load_model(config.model, device)
     core = NativeEngine(
         model,
@@ -58,7 +64,7 @@ def load(config: ServeConfig, *, clock: Clock) -> Loaded:
     core.commit(INITIAL)
     fits = min(max_context, core.stats().cache_blocks * BLOCK)
     facts = {"device": device, "weights_bytes": model_bytes(model), **core.facts()}
-    return Loaded(core=core, words=words, name=model_name(config), max_context=fits, facts=facts)
+    return Loaded(core=core, words=words, name=name, agents=agents, max_context=fits, facts=facts)
 
 
 def model_name(config: ServeConfig) -> str:

@@ -23,17 +23,20 @@ class Terms:
 
     model: str
     """Its name."""
+    agents: tuple[str, ...] = ()
+    """Names under which it answers with the adapters of agents."""
     max_context: int
     """Longest prompt plus choice, in tokens."""
     limits: ServeSection
 
 
-def check_model(asked: str | None, served: str) -> None:
+def check_model(asked: str | None, terms: Terms) -> None:
     """Refuse a model that is not served."""
-    if asked is not None and asked != served:
+    served = (terms.model, *terms.agents)
+    if asked is not None and asked not in served:
         raise Refusal(
             f"model={shown(asked)} is not served",
-            remedy=nearest(asked[:100], [served]),
+            remedy=nearest(asked[:100], served),
             status=404,
             param="model",
             code="model_not_found",
@@ -42,7 +45,7 @@ def check_model(asked: str | None, served: str) -> None:
 
 def check_body(body: AnyBody, terms: Terms) -> None:
     """Refuse what is over a limit, or cannot be done, before anything is computed."""
-    check_model(body.model, terms.model)
+    check_model(body.model, terms)
     limits = terms.limits
     if body.n > limits.max_n:
         raise Refusal(f"n={body.n} is more than {limits.max_n}", remedy=f"ask for n <= {limits.max_n}", param="n")
@@ -93,7 +96,8 @@ def encode(body: AnyBody, words: Words, terms: Terms) -> list[list[int]]:
 def choices(body: AnyBody, prompts: list[list[int]], words: Words, terms: Terms) -> list[Asked]:
     """``n`` choices for each prompt, prompt after prompt."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
-    options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s)
+    agent = body.model if body.model in terms.agents else ""
+    options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
     asked: list[Asked] = []
     for prompt in prompts:
         ids_T = np.array(prompt, np.int32)

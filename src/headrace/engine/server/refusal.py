@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from headrace.errors import HeadraceError
 
 RETRY_AFTER_S = 1
 """When to come back to a server that is full."""
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refusal(HeadraceError):
@@ -32,13 +32,11 @@ class Refusal(HeadraceError):
         message = f"{self.problem}; {self.remedy}"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, body: Mapping[str, Any] | None = None) -> JSONResponse:
-        """The error as an answer, in another shape if ``body`` is given."""
-        headers: Mapping[str, str] = {}
-        if self.status in (429, 503):
-            headers = {"retry-after": str(RETRY_AFTER_S)}
-        elif self.status == 401:
-            headers = {"www-authenticate": "Bearer"}
+    def response(self, body: Mapping[str, Any] | None = None) -> Response:
+        """The error as an answer, in another shape if ``body`` is given. Who may not call is told nothing more."""
+        if self.status == 401:
+            return Response(status_code=401, headers={"www-authenticate": "Bearer"})
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         return JSONResponse(self.body() if body is None else body, status_code=self.status, headers=headers)
 
 

@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 
 from headrace.clock import Clock
+from headrace.config.tls import server_context
 from headrace.engine.base import EngineCore
 from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.server.answering import Service
@@ -44,6 +45,8 @@ class Loaded:
     """With weights committed."""
     words: Words
     name: str
+    agents: tuple[str, ...] = ()
+    """Those with adapters of their own, which answer under their names."""
     max_context: int
     """Longest prompt plus choice, in tokens: of the context, or of the cache where that holds less."""
     facts: Mapping[str, str | int | float]
@@ -72,6 +75,8 @@ def serve(
     ``load`` raises, and :class:`~headrace.errors.ComponentDied` when the engine does.
     """
     refuse_open_door(limits.host, token)
+    if limits.tls_certificate:
+        server_context(limits.tls_certificate, limits.tls_key)  # told before anything is taken
     with _bind(limits.host, limits.port) as listening:
         asyncio.run(_Server(limits, token, clock, events).run(listening, load))
 
@@ -108,18 +113,21 @@ class _Server:
             make_app(self._state, token),
             lifespan="off",
             access_log=False,
-            log_level="warning",
+            log_level="error",
             log_config=_LOGGING,
             server_header=False,
             http=Connection,
+            ws="none",
             timeout_keep_alive=limits.idle_timeout_s,
             limit_concurrency=limits.max_sequences + 1024,
             timeout_graceful_shutdown=int(limits.grace_s + LAST_RESORT_S),
+            ssl_certfile=limits.tls_certificate or None,
+            ssl_keyfile=limits.tls_key or None,
         )
         self._uvicorn = _Uvicorn(config, self._drain)
 
     async def run(self, listening: socket.socket, load: Callable[[], Loaded]) -> None:
-        url = _url(listening)
+        url = _url(listening, "https" if self._limits.tls_certificate else "http")
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._uvicorn.serve(sockets=[listening]))
@@ -147,7 +155,7 @@ class _Server:
         return Service(
             engine=engine,
             words=loaded.words,
-            terms=Terms(model=loaded.name, max_context=loaded.max_context, limits=self._limits),
+            terms=Terms(model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=self._limits),
             clock=self._clock,
             encoder=encoder,
         )
@@ -176,6 +184,6 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _url(listening: socket.socket) -> str:
+def _url(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from pathlib import Path
@@ -14,11 +15,15 @@ from headrace.models.devices import CPU
 
 
 def own_address(directory: Path) -> Address:
-    """A port of this machine alone, and a key that only this run knows."""
+    """A port of this machine alone, and a key that only this run knows. The server reads the key in a file: its
+    arguments can be read by everybody on the machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return Address(url=f"http://127.0.0.1:{port}", token=secrets.token_hex(32))
+    token, file = secrets.token_hex(32), directory / "keys.yaml"
+    file.touch(0o600)
+    file.write_text(json.dumps({"api-key": token, "admin-api-key": token}), encoding="utf-8")
+    return Address(url=f"http://127.0.0.1:{port}", token=token, key_file=str(file))
 
 
 def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
@@ -37,7 +42,8 @@ def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
         settings["--device"] = CPU
     if config.cache_share:
         settings["--mem-fraction-static"] = f"{config.cache_share}"
-    key = ["--api-key", address.token, "--admin-api-key", address.token] if address.token else []
+    found = ["--api-key", "KEY", "--admin-api-key", "KEY"] if address.token else []  # only to be shown
+    key = ["--config", address.key_file] if address.key_file else found
     argv = [
         *(interpreter(config.server), "-m", "sglang.launch_server"),
         *(str(part) for pair in settings.items() for part in pair),
@@ -48,4 +54,4 @@ def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
     variables = {"SGLANG_USE_MODELSCOPE": "0"}
     if config.device != CPU and not {"--tp", "--tp-size", "--tensor-parallel-size"} & set(config.server.args):
         variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
-    return Command(argv=argv, variables=variables, secret=address.token)
+    return Command(argv=argv, variables=variables)

@@ -193,7 +193,7 @@ class Critic(Companion):
             self._learn(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
 
     def _step(self, version: int) -> None:
-        self._refuse_infinite(self._optimizer.clip_norm(self._max_norm), version - 1)
+        self._refuse_infinite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
         if self._config.lr > 0:
             self._optimizer.step(self._config.lr)
         self._optimizer.zero_grad()

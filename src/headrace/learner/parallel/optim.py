@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError
@@ -28,7 +29,7 @@ from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.halves import reshard
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
-from headrace.models.weights import is_adapted
+from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
 
 ADAMW = ("exp_avg", "exp_avg_sq")
 MUON = ("momentum_buffer",)
@@ -48,6 +49,8 @@ class Trained:
 
     muon: bool
     """Whether it is a matrix for Muon."""
+    agent: str = ""
+    """Whose adapter it is a part of, where agents train their own."""
 
     def collect(self) -> None:
         """Move the weight's gradient to its home, added to what is there."""
@@ -73,7 +76,7 @@ class Trained:
 
 class ShardOptimizer:
     """AdamW, or Muon for matrices and AdamW for the rest, over every rank's own part. All ranks must call
-    :meth:`clip_norm`, :meth:`step` and :meth:`state` together."""
+    :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
         self._model = model
@@ -118,14 +121,23 @@ class ShardOptimizer:
         for one in self.trained:
             one.collect()
 
-    def clip_norm(self, max_norm: float) -> float:
-        """Scale the gradients down to a global norm of ``max_norm``; the norm that they had."""
+    def clip_norms(self, max_norm: float) -> dict[str, float]:
+        """Scale the gradients down to a global norm of ``max_norm``, of each adapter by itself: how large one agent's
+        gradient is says nothing of another's step. The norms that they had, by agent; ``""`` is the policy, or all."""
         if isinstance(self._ranks, Alone):
-            return float(torch.nn.utils.clip_grad_norm_([one.home for one in self.trained], max_norm))
+            return {agent: float(clip_grad_norm_(homes, max_norm)) for agent, homes in self._with_gradients().items()}
         norm = self.norm()
         if norm > max_norm:
             self.scale(max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        return norm
+        return {"": norm}
+
+    def _with_gradients(self) -> dict[str, list[Parameter]]:
+        """What is clipped together, by agent; without those that have no gradient."""
+        found: dict[str, list[Parameter]] = {}
+        for one in self.trained:
+            if one.home.grad is not None:
+                found.setdefault(one.agent, []).append(one.home)
+        return found
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients."""
@@ -142,20 +154,17 @@ class ShardOptimizer:
         return math.sqrt(self._ranks.sum(sum(squares)))
 
     def make_room(self) -> None:
-        """Take the memory of all moments before the first update changes any weight; AdamW would take it group by
-        group. Whatever this raises, nothing has changed.
+        """Take the memory of all moments that an update is the first to need before it changes any weight; AdamW would
+        take it group by group. Whatever this raises, nothing has changed.
         """
-        if self.updates:
-            return
+        fresh = [one for one in self.trained if one.home.grad is not None and one.home.numel() and not self._held(one)]
         try:
-            for one in self.trained:
-                if one.home.grad is not None and one.home.numel() and not self._held(one):
-                    held = {key: torch.zeros_like(one.home) for key in (MUON if one.muon else ADAMW)}
-                    self._held(one).update(held if one.muon else {"step": self._count(one, 0), **held})
+            for one in fresh:
+                held = {key: torch.zeros_like(one.home) for key in (MUON if one.muon else ADAMW)}
+                self._held(one).update(held if one.muon else {"step": self._count(one, 0), **held})
         except BaseException:
-            self._momenta.clear()
-            if self.adamw is not None:
-                self.adamw.state.clear()
+            for one in fresh:
+                self._held(one).clear()
             raise
 
     @torch.no_grad()
@@ -245,7 +254,9 @@ def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, 
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
     home = weight if kept is part and alone else Parameter(kept)
-    return Trained(name=name, weight=weight, home=home, apart=kept is not part, muon=muon)
+    adapter = adapter_of(name) if of_adapter(name) else DEFAULT
+    agent = "" if adapter == DEFAULT else adapter
+    return Trained(name=name, weight=weight, home=home, apart=kept is not part, muon=muon, agent=agent)
 
 
 def _matrices(model: PreTrainedModel) -> frozenset[str]:

@@ -53,6 +53,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Go on under the weights it began with, whatever is committed meanwhile."""
     answer_ids_T: IntColumn | None = None
     """What it has sampled before and its reader has: it goes on behind that; ``None`` for one that begins."""
+    agent: str = ""
+    """Whose adapter samples it, of several in training; empty: the policy's."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -83,7 +85,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The logprob of each of these tokens but the first, under the weights in use; nothing is sampled."""
+    """The logprob of each of these tokens but the first, under the weights in use, of several adapters the policy's;
+    nothing is sampled."""
 
     call: int
     ids_T: IntColumn
