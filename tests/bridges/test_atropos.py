@@ -85,7 +85,7 @@ def test_a_server_that_is_not_there_is_told_in_words() -> None:
         asyncio.run(register())
 
 
-async def environment(queue: str, model: str, tokenizer: Any, log: list[dict[str, Any]]) -> None:
+async def environment(queue: str, model: str, key: str, tokenizer: Any, log: list[dict[str, Any]]) -> None:
     """A small environment: it waits for the trainer, asks the model, and sends groups of four."""
     async with httpx.AsyncClient(timeout=60) as client:
         told: dict[str, Any] = {}
@@ -96,7 +96,8 @@ async def environment(queue: str, model: str, tokenizer: Any, log: list[dict[str
         for number in range(200):
             prompt = [{"role": "user", "content": f"{number}?"}]
             body = {"model": "policy", "messages": prompt, "n": 4, "max_tokens": 6}
-            answer = (await client.post(f"{model}/v1/chat/completions", json=body)).json()
+            headers = {"authorization": f"Bearer {key}"}
+            answer = (await client.post(f"{model}/v1/chat/completions", json=body, headers=headers)).json()
             read = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
             head = tokenizer.encode(read, add_special_tokens=False)
             said = [choice["token_ids"] for choice in answer["choices"]]
@@ -137,7 +138,7 @@ def test_batches_of_the_real_server_are_trained(model_dir: Path) -> None:
         about = Registration(batch_size=8, max_token_len=64, num_steps=3)
         async with policy, serving(policy, port=where) as answers, asyncio.TaskGroup() as tasks:
             model = f"http://127.0.0.1:{where}"
-            working = tasks.create_task(environment(queue_url, model, policy.tokenizer, log))
+            working = tasks.create_task(environment(queue_url, model, answers.token, policy.tokenizer, log))
             async with registered(queue_url, answers, about, timeout_s=60) as queue:
                 trained = [await step(policy, groups) async for groups in first(queue.batches(), 3)]
             working.cancel()
@@ -229,7 +230,7 @@ def test_an_environment_of_the_library_is_trained_as_it_is(model_dir: Path, tmp_
         about = Registration(batch_size=8, max_token_len=64, num_steps=NUM_BATCHES)
         async with (
             policy,
-            serving(policy, port=where) as answers,
+            serving(policy, port=where, token="sesame") as answers,
             registered(queue_url, answers, about, timeout_s=120) as queue,
         ):
             return [await step(policy, groups) async for groups in first(queue.batches(), NUM_BATCHES)], answers
@@ -241,7 +242,7 @@ def test_an_environment_of_the_library_is_trained_as_it_is(model_dir: Path, tmp_
             "--env.rollout_server_url": url,
             "--openai.base_url": f"http://127.0.0.1:{where}/v1",
             "--openai.model_name": "policy",
-            "--openai.api_key": "none",
+            "--openai.api_key": "sesame",
         }
         with playing(python, file, *(word for flag in flags.items() for word in flag)):
             trained, answers = asyncio.run(train(url))

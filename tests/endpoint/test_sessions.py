@@ -53,10 +53,10 @@ def test_only_the_key_of_an_episode_opens_it_and_only_while_it_runs() -> None:
             assert [model.id async for model in client.models.list()] == ["policy"]
         wrong = (openai.AuthenticationError, anthropic.AuthenticationError)
         for key in ("sk-x", access.api_key[:-1], access.api_key + "0", f"sk-headrace-7{access.api_key[13:]}"):
-            await refused(access, key, wrong, "key is wrong")
+            await refused(access, key, wrong, "401")
         async with httpx.AsyncClient(base_url=access.base_url, trust_env=False) as nobody:
             told = await nobody.post(MESSAGES, json={})
-            assert (told.status_code, told.json()["error"]["type"]) == (401, "authentication_error")
+            assert (told.status_code, told.content) == (401, b"")
             strange = await nobody.get("/v1/models", headers=[(b"authorization", b"Bearer sk-headrace-1-\xe9")])
             assert strange.status_code == 401
         if old:

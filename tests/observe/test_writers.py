@@ -87,7 +87,9 @@ def test_prometheus_is_told_the_newest_step_with_labels(tmp_path: Path) -> None:
     writer = Prometheus(port=19464).open(facts(tmp_path))
     for step in STEPS:
         writer.write(step.step, step.unix_s, flat(step))
-    with urllib.request.urlopen("http://127.0.0.1:19464/metrics", timeout=10) as answer:
+    token = (tmp_path / "metrics.token").read_text()
+    asked = urllib.request.Request("http://127.0.0.1:19464/metrics", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=10) as answer:
         text = answer.read().decode()
     with pytest.raises(ConfigError, match="19464"):
         Prometheus(port=19464).open(facts(tmp_path))
@@ -97,7 +99,7 @@ def test_prometheus_is_told_the_newest_step_with_labels(tmp_path: Path) -> None:
     assert f'headrace_env_reward_mean{{env="maths",run="{run}"}} 0.25' in text
     assert "# HELP headrace_wait_s The learner waited for the step's batch (s)" in text
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen("http://127.0.0.1:19464/metrics", timeout=10)
+        urllib.request.urlopen(asked, timeout=10)
 
 
 def test_tensorboard_shows_the_run(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.cli import main
+from headrace.cli.demo import run_file_for
 from headrace.errors import ConfigError
 from headrace.recipes.systems import AXES, recipe, recipes
 from headrace.session import load_config
@@ -57,6 +60,50 @@ def test_what_the_run_file_says_goes_before_the_recipe_and_the_call_before_both(
 def test_settings_that_contradict_the_recipe_are_refused_in_words() -> None:
     with pytest.raises(ConfigError, match=r"max_age=3"):
         load_config({**RUN, "flow": {"max_age": 3}}, like="trl-sync")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem", "remedy"),
+    [
+        ("trl-sync", ["flow.max_age=1"], "the recipe 'trl-sync' says flow.policy='synchronous'", "leave flow.max_age"),
+        ("oat", ["flow.lead=2"], "flow.lead=2 does not fit flow.policy='one_ahead'", "leave flow.lead out"),
+        ("prime-rl", ["flow.max_age=0"], "the recipe 'prime-rl' says flow.lead=1", "set flow.lead <= 0"),
+        ("pipelinerl", ["flow.policy=bounded"], "says flow.lead=8, flow.max_age=4", "or raise flow.max_age"),
+        ("pipelinerl", ["flow.policy.stale=wait", "flow.order=strict"], "flow.order='strict'", "'ready_first'"),
+        ("art", ["flow.capacity=auto"], "flow.capacity='auto' does not fit", "leave flow.capacity out"),
+        ("areal", ["algo.loss=reinforce"], "counts the correction of stale tokens twice", "algo.correction = 'none'"),
+        ("areal", ["algo.loss=reinforce"], "says algo.correction='decoupled'", "or take another recipe"),
+        ("areal", ["algo.old=engine"], "correction 'decoupled' looks at", "algo.old = 'learner'"),
+        ("verl", ["algo.correction=none"], "corrects for none of it", "flow.max_age = 0"),
+        ("atropos", ["sync.host=10.0.0.1"], "sync.transport='files' takes no uploads", "sync.transport = 'http'"),
+        ("slime", ["sync.directory=x"], "sync.transport='collective' writes no files", "sync.transport = 'files'"),
+        ("nemo-rl", ["flow.max_age=auto", "flow.policy.per=token"], "would not mask the same tokens", "'group'"),
+        ("art", ["sync.rolling=2"], "sync.rolling=2 engines are to commit at once", "sync.rolling <= 1"),
+        ("tunix", ["sync.codec=adapter"], "sends adapters alone, and model.lora is not set", "set model.lora"),
+    ],
+)
+def test_settings_that_contradict_a_recipe_are_refused_with_name_value_reason_and_whose_they_are(
+    name: str, settings: list[str], problem: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(RUN, settings, like=name)
+    assert problem in refused.value.problem
+    assert remedy in refused.value.remedy
+
+
+def test_what_a_recipe_does_not_say_is_not_told_as_its_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(RUN, ["flow.lead=3", "flow.max_age=2"], like="areal")
+    assert "recipe" not in refused.value.problem
+
+
+@pytest.mark.parametrize("name", ["default", *SYSTEMS])
+def test_the_demo_runs_like_any_recipe(name: str, tmp_path: Path) -> None:
+    run_file = tmp_path / "demo.toml"
+    run_file.write_text((files("headrace.recipes.demo") / "demo.toml").read_text())
+    config = load_config(run_file_for(name, run_file), like=name)
+    assert config.flow.max_age == load_config(RUN, like=name).flow.max_age
+    assert config.flow.groups_per_step == 64
 
 
 def test_an_unknown_recipe_is_refused_with_the_nearest_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from headrace.errors import ConfigError, NeedsFull, WeightsError
 from headrace.sync import http as uploads
+from headrace.sync.base import BUCKET_BYTES
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
@@ -88,6 +90,30 @@ def test_files_that_a_killed_run_left_are_removed(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "folder").iterdir()] == ["v1.delta"]
 
 
+def test_version_that_does_not_fit_the_disk_leaves_nothing_there(tmp_path: Path) -> None:
+    with pair_of("files", tmp_path / "folder") as pair:
+        pair.bring()
+        names, limits = os.listdir(tmp_path / "folder"), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(WeightsError, match="version 1 cannot be written"):
+                pair.publish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert os.listdir(tmp_path / "folder") == names
+        pair.bring()
+
+
+def test_version_that_somebody_removed_hinders_no_later_one(tmp_path: Path) -> None:
+    with pair_of("files", tmp_path / "folder") as pair:
+        for _ in range(4):
+            update = pair.publish()
+            pair.receiver.stage(update)
+            pair.receiver.commit(pair.version)
+            (tmp_path / "folder" / update.path).unlink()
+    assert os.listdir(tmp_path / "folder") == []
+
+
 @pytest.mark.parametrize("path", ["../secret", "/etc/passwd", ".hidden", "a\\b", "s3://elsewhere/x"])
 def test_file_outside_the_folder_is_never_opened(tmp_path: Path, path: str) -> None:
     with pair_of("files", tmp_path / "folder") as pair:
@@ -109,12 +135,25 @@ def test_upload_with_another_token_is_refused_and_stores_nothing() -> None:
     with line(route, seed=3) as pair:
         stranger = make_publisher(route, pair.learner, "a guess")
         stranger.copy(0)
-        with pytest.raises(WeightsError, match=r"refused version 0 at byte 0 of \d+: 401 wrong token"):
+        with pytest.raises(WeightsError, match=r"refused version 0 at byte 0 of \d+: 401 Unauthorized"):
             stranger.announce(0, 0, [pair.receiver.address])
         pair.bring()
         assert equal(pair.engine, pair.expected())
     with pytest.raises(ConfigError, match="has no token"):
         make_receiver(route, {})
+
+
+def test_learner_hears_why_a_long_upload_was_refused() -> None:
+    route = Route(transport="http", deadline_s=5.0)
+    large = {"w": torch.zeros(BUCKET_BYTES // 4)}
+    for token, why in (("a guess", "401 Unauthorized"), (TOKEN, "413 an update of this model has at most")):
+        receiver = make_receiver(route, {"w": torch.zeros(7)}, TOKEN)
+        publisher = make_publisher(route, large, token)
+        publisher.copy(0)
+        for _ in range(3):
+            with pytest.raises(WeightsError, match=f"refused version 0 at byte 0 of {BUCKET_BYTES}: {why}"):
+                publisher.announce(0, 0, [receiver.address])
+        receiver.close()
 
 
 def test_uploads_are_taken_at_the_address_that_is_named_and_nowhere_without_a_token() -> None:

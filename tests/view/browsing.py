@@ -17,6 +17,9 @@ READY = {"timeline": ".lanes canvas", "episodes/13.0": ".t", "steps": "figure.ch
 """What stands on a page when it has been drawn; elsewhere its heading."""
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb"]
 
+TOKEN = "sesame"
+LET_IN = {"authorization": f"Bearer {TOKEN}"}
+
 
 @contextmanager
 def viewed(*arguments: str | Path) -> Iterator[str]:
@@ -44,7 +47,7 @@ def _address(program: subprocess.Popen[str]) -> str:
     said = ""
     for line in program.stdout:
         said += line
-        if found := re.search(r"open +(http://\S+)", line):
+        if found := re.search(r"open +(https?://\S+)", line):
             return found[1]
     raise AssertionError(said)
 
@@ -53,7 +56,8 @@ class Watched:
     """A tab that keeps what went wrong in it."""
 
     def __init__(self, tab: Any, base: str) -> None:
-        self.tab, self.base = tab, base
+        tab.goto(base)  # brings the token, which stays in a cookie
+        self.tab, self.base = tab, base.partition("?")[0]
         self.errors: list[str] = []
         self.asked: set[str] = set()
         self.meter: Any = None

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from headrace.clock import RealClock
 from headrace.view import OpenRun
 from headrace.view.app import make_app
+from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import branching_episode, write_run
 
 
@@ -22,6 +23,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def client(run_dir: Path) -> Iterator[TestClient]:
     run = OpenRun(run_dir, RealClock())
-    with TestClient(make_app([run], clock=RealClock(), ending=lambda: True), base_url="http://127.0.0.1") as asked:
+    with TestClient(make_app([run], clock=RealClock(), token=TOKEN, ending=lambda: True), headers=LET_IN) as asked:
         yield asked
     run.close()

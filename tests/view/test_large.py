@@ -17,6 +17,7 @@ from headrace.types.observation import StepRecord
 from headrace.types.trace import Span
 from headrace.view import OpenRun
 from headrace.view.app import make_app
+from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import STARTED_S, given, record, sampled, write_run
 
 PATHS = (
@@ -85,7 +86,7 @@ def test_a_run_of_half_a_million_episodes_is_usable(tmp_path: Path) -> None:
     before = process.memory_info().rss
     run = OpenRun(directory, clock)
     took_s: dict[str, float] = {}
-    with TestClient(make_app([run], clock=clock, ending=lambda: True), base_url="http://127.0.0.1") as client:
+    with TestClient(make_app([run], clock=clock, token=TOKEN, ending=lambda: True), headers=LET_IN) as client:
         for path in PATHS:
             began_s = clock.now()
             answer = client.get(f"/api/runs/0/{path}")

@@ -40,8 +40,9 @@ def test_a_taken_port_is_told_with_its_remedy(run_dir: Path) -> None:
     assert "is no port" in refused("view", str(run_dir), "--port", "70000").problem
 
 
-def test_off_loopback_a_token_is_made_and_asked_for(run_dir: Path) -> None:
-    with viewed("--host", "0.0.0.0", run_dir) as address:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_token_is_made_and_asked_for(host: str, run_dir: Path) -> None:
+    with viewed("--host", host, run_dir) as address:
         base, _, token = address.partition("?token=")
         port = base.rstrip("/").rpartition(":")[2]
         assert len(token) >= 20
@@ -54,12 +55,15 @@ def test_off_loopback_a_token_is_made_and_asked_for(run_dir: Path) -> None:
 def test_live_shows_only_the_run_that_wrote_last(tmp_path: Path) -> None:
     for name in ("old", "new"):
         write_run(tmp_path / name, steps=1, name=name)
-    with viewed("--live", tmp_path) as address:
-        assert [run["name"] for run in httpx.get(f"{address}api/runs").json()] == ["new"]
+    with viewed("--live", "--token", "sesame", tmp_path) as address:
+        told = httpx.get(f"{address.partition('?')[0]}api/runs", headers={"authorization": "Bearer sesame"})
+        assert [run["name"] for run in told.json()] == ["new"]
 
 
 @pytest.mark.parametrize("there_is", ["none", "one of the terminal"])
-def test_no_browser_is_said_and_the_view_goes_on(there_is: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_browser_is_said_and_the_view_goes_on(
+    there_is: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def found() -> webbrowser.BaseBrowser:
         if there_is == "none":
             raise webbrowser.Error("could not locate runnable browser")
@@ -67,9 +71,27 @@ def test_no_browser_is_said_and_the_view_goes_on(there_is: str, monkeypatch: pyt
 
     monkeypatch.setattr(webbrowser, "get", found)
     said: list[str] = []
-    open_browser("http://127.0.0.1:1/", said.append).join(5)
+    open_browser("http://127.0.0.1:1/", said.append, tmp_path).join(5)
     assert len(said) == 1
     assert "no browser was found" in said[0]
+
+
+def test_the_token_is_in_a_page_of_ours_and_not_in_the_arguments_of_the_browser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[str] = []
+
+    class Browser(webbrowser.BaseBrowser):
+        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+            given.append(url)
+            return True
+
+    monkeypatch.setattr(webbrowser, "get", Browser)
+    open_browser("http://127.0.0.1:1/?token=hush", lambda _: None, tmp_path).join(5)
+    page = Path(given[0].removeprefix("file://"))
+    assert "hush" not in given[0]
+    assert "url=http://127.0.0.1:1/?token=hush" in page.read_text()
+    assert page.stat().st_mode & 0o077 == 0
 
 
 def test_terms_refuse_an_empty_host() -> None:

@@ -16,6 +16,7 @@ _BENCHMARKS = {
     "engine": "headrace.bench.engine",
     "faults": "headrace.bench.faults",
     "fleet": "headrace.bench.fleet",
+    "fuzz": "headrace.bench.fuzz",
     "learner": "headrace.bench.learner",
     "ledger": "headrace.bench.ledger",
     "loop": "headrace.bench.loop",

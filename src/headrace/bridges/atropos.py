@@ -8,7 +8,7 @@ Atropos' API server (``run-api``) ──/register, /batch──▶ Queue.batches
 What environments send are ids and masks. Trained is what the engine has sampled, token for token: what a mask marks and
 nobody here has sampled carries no loss, and is counted.
 
-    async with policy, serving(policy, port=9001) as answers:
+    async with policy, serving(policy, port=9001, token=TOKEN) as answers:
         async with registered("http://127.0.0.1:8000", answers, Registration(batch_size=64, ...)) as queue:
             async for groups in queue.batches():
                 samples = [[Sample.of(tokens) for tokens in group.sequences] for group in groups]
@@ -20,12 +20,13 @@ Source: the endpoints of ``atroposlib.api.server`` 0.4.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Annotated, Any, Protocol, cast
 
 import httpx
 import msgspec
@@ -99,7 +100,7 @@ class Group:
 class _Scored(msgspec.Struct, frozen=True, kw_only=True):
     """A group as the queue has it."""
 
-    tokens: list[list[int]]
+    tokens: list[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]]
     masks: list[list[int]]
     scores: list[float]
 
@@ -107,8 +108,10 @@ class _Scored(msgspec.Struct, frozen=True, kw_only=True):
 class Answers:
     """What was sampled, by what was read before it."""
 
-    def __init__(self, most_tokens: int = REMEMBERED) -> None:
+    def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
         self._most = most_tokens
+        self.token = token
+        """What environments have to send as their API key."""
         self._size = 0
         self._by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
         self.num_marked = 0
@@ -151,11 +154,13 @@ class Answers:
 
 
 @asynccontextmanager
-async def serving(policy: OpenPolicy, *, port: int = 0, name: str = "policy") -> AsyncIterator[Answers]:
+async def serving(
+    policy: OpenPolicy, *, port: int = 0, name: str = "policy", token: str = ""
+) -> AsyncIterator[Answers]:
     """Answer OpenAI's completions and chat completions at ``127.0.0.1:port`` for the body's duration, with the weights
-    that were published last."""
+    that were published last. Whoever asks has to send ``token`` as the API key; where none is given one is made."""
     config, tokenizer = policy.config, policy.tokenizer
-    answers = Answers()
+    answers = Answers(token=token or secrets.token_urlsafe(24))
     recorder = _Recorder(policy.engine, answers, config.engine.temperature)
     path = config.model.path
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
@@ -170,8 +175,9 @@ async def serving(policy: OpenPolicy, *, port: int = 0, name: str = "policy") ->
         )
         server = _Server(
             uvicorn.Config(
-                make_app(State(service=service), ""), host="127.0.0.1", port=port, lifespan="off", access_log=False,
-                log_config=None, log_level="error", server_header=False, timeout_graceful_shutdown=1,
+                make_app(State(service=service), answers.token), host="127.0.0.1", port=port, lifespan="off",
+                access_log=False, log_config=None, log_level="error", server_header=False, ws="none",
+                timeout_graceful_shutdown=1,
             )
         )  # fmt: skip
         async with asyncio.TaskGroup() as group:
@@ -209,7 +215,7 @@ class Queue:
         """
         while True:
             batch = await self._next()
-            groups = [self._group(_scored(tree)) for tree in batch]
+            groups = [self._group(scored) for scored in batch]
             if any(group.sequences for group in groups):
                 yield [group for group in groups if group.sequences]
 
@@ -225,7 +231,7 @@ class Queue:
                 remedy="start it with run-api, and give its URL",
             ) from None
 
-    async def _next(self) -> list[Any]:
+    async def _next(self) -> list[_Scored]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not (batch := await self._asked()):  # noqa: ASYNC110 - another process: it can set no event here
@@ -237,11 +243,8 @@ class Queue:
                 remedy="is an environment running, and does it reach the policy?",
             ) from None
 
-    async def _asked(self) -> list[Any]:
-        told = await self.ask("GET", "/batch")
-        if told.get("status") == "error":
-            raise RunError(f"Atropos' API server: {told.get('message')}", remedy="register again")
-        return list(told.get("batch") or ())
+    async def _asked(self) -> list[_Scored]:
+        return read_batch(await self.ask("GET", "/batch"))
 
     def _group(self, scored: _Scored) -> Group:
         group = Group(sequences=[], scores=[])
@@ -295,6 +298,19 @@ def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
     marked = np.asarray([False, *(value != UNMARKED for value in mask), False])
     edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
     yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def read_batch(told: Any) -> list[_Scored]:
+    """The groups of an answer to ``/batch``; none while there is no batch.
+
+    Raises :class:`~headrace.errors.RunError` for an error of the server, :class:`~headrace.errors.DataError` for what
+    cannot be used.
+    """
+    if not isinstance(told, dict) or not isinstance(told.get("batch") or [], list):
+        raise RunError("Atropos' API server answers /batch with no batch", remedy="is it Atropos' API server?")
+    if told.get("status") == "error":
+        raise RunError(f"Atropos' API server: {told.get('message')}", remedy="register again")
+    return [_scored(tree) for tree in told.get("batch") or ()]
 
 
 def _scored(tree: Any) -> _Scored:

@@ -10,6 +10,7 @@ from headrace import __version__
 from headrace.cli import (
     bench,
     check,
+    compare,
     demo,
     evaluate,
     export,
@@ -48,6 +49,7 @@ app.command("trace")(trace.trace)
 app.command("ledger")(ledger.ledger)
 app.command("plan")(plan.plan)
 app.command("recipes")(recipes.recipes)
+app.command("compare")(compare.compare)
 app.command("bench")(bench.bench)
 app.add_typer(check.app, name="check")
 

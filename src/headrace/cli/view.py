@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import typer
@@ -17,12 +18,13 @@ def view(
         show_default=False,
     ),
     live: bool = typer.Option(False, "--live", help="Only the run that wrote last: the one that is going on."),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback asks for a token."),
+    host: str = typer.Option("127.0.0.1", help="Address to listen on."),
     port: int = typer.Option(8321, help="Port to listen on; 0 for a free one."),
     token: str = typer.Option(
-        "", envvar=TOKEN_VARIABLE, help="What a browser must bring; default off loopback: a new one, printed.",
-        show_default=False,
+        "", envvar=TOKEN_VARIABLE, help="What a browser must bring; default: a new one, printed.", show_default=False,
     ),
+    tls_certificate: str = typer.Option("", help="PEM file with the server's certificate: https.", show_default=False),
+    tls_key: str = typer.Option("", help="PEM file with its key.", show_default=False),
     no_browser: bool = typer.Option(False, "--no-browser", help="Print the address and open nothing."),
 ) -> None:  # fmt: skip
     """Show runs in a browser, while they go on or afterwards: verdict, timeline, flow, every token of every episode.
@@ -35,7 +37,9 @@ def view(
     from headrace.view.terms import ViewTerms
 
     out, clock = console(), RealClock()
-    terms = ViewTerms(host=host, port=port, token=token.strip())
+    terms = ViewTerms(
+        host=host, port=port, token=token.strip(), tls_certificate=tls_certificate, tls_key=tls_key
+    )  # fmt: skip
     found = find_runs(directories or [Path("runs")])
     if live:
         found = [max(found, key=changed_s)]
@@ -44,13 +48,14 @@ def view(
         out.print(f"{readable(run.name):<28} {run.state()['state']:<10} {readable(str(run.directory))}")
 
     def tell(url: str) -> None:
-        out.print(f"open     {url}", style="bold")
+        out.print(f"open     {url}", style="bold", soft_wrap=True)
         out.print("end it   Ctrl-C")
         if not no_browser:
-            open_browser(url, out.print)
+            open_browser(url, out.print, Path(private))
 
     try:
-        serve(runs, terms, clock=clock, tell=tell)
+        with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
+            serve(runs, terms, clock=clock, tell=tell)
     finally:
         for run in runs:
             run.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -51,7 +52,10 @@ class FlowConfig(Section):
     """Where the record of the run is kept: a file of the run directory; the memory of the run, which ends with it; or
     a Redis server (``ledger_url``)."""
     ledger_url: str = ""
-    """Of the Redis server: ``redis://host:6379/0`` or ``unix:///path/of/socket``."""
+    """Of the Redis server: ``redis://host:6379/0``, ``rediss://...`` for TLS, or ``unix:///path/of/socket``; without a
+    password."""
+    ledger_password_env: str = ""
+    """Environment variable that holds the password of the Redis server; unset: it wants none."""
     record_tokens: int = Field(default=256, ge=0)
     """Tokens of each running answer that a crash may cost, at most (or ``engine.flush_tokens``, if that is more): the
     others are recorded, and a resumed run continues from them. 0: answers are recorded when they end."""
@@ -156,6 +160,19 @@ class FlowConfig(Section):
             raise ConfigError(
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
                 remedy="give flow.ledger = 'redis' and flow.ledger_url = 'redis://host:6379/0' together, or neither",
+            )
+        parts = urlsplit(self.ledger_url)
+        if parts.password or "password=" in parts.query:
+            raise ConfigError(
+                "flow.ledger_url holds a password, and the settings of a run stand in its files",
+                remedy="leave it out of the URL, and name an environment variable that holds it: "
+                "flow.ledger_password_env",
+            )
+        if self.ledger_password_env and self.ledger != "redis":
+            raise ConfigError(
+                f"flow.ledger_password_env={self.ledger_password_env!r} is set, and flow.ledger={self.ledger!r} needs "
+                "none",
+                remedy="set flow.ledger = 'redis', or leave it out",
             )
         return self
 

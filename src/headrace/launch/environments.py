@@ -51,8 +51,7 @@ def _listening(order: Order) -> Listening | None:
         return None
     from headrace.rollout.endpoint import Endpoint
 
-    agents = frozenset(agent.name for agent in order.env.agents)
-    return lambda warn: Endpoint.listening(order.sampling, clock=RealClock(), warn=warn, agents=agents)
+    return lambda warn: Endpoint.listening(order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names)
 
 
 def episode_limits(order: Order) -> Limits:

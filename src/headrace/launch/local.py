@@ -167,8 +167,9 @@ def _serving(
     return {
         "engine": engines.fleet,
         "agents": Agents(
-            known=frozenset(agent.name for agent in order.env.agents),
+            known=order.agent_names,
             engines={name: each.fleet for name, each in agents.items()},
+            adapters=order.model.adapter_agents,
         ),
         "scorer": pool.rubric,
         "turn_scorer": pool.rubric if pool.rubric.by_turn else None,

@@ -86,6 +86,11 @@ class Order:
     repeats: Repeated | None = None
     """The recorded engine that a replay repeats; ``None``: this is none."""
 
+    @property
+    def agent_names(self) -> frozenset[str]:
+        """Roles that may be asked beside the policy; empty: any, and all of them are the policy under training."""
+        return frozenset((*(agent.name for agent in self.env.agents), *self.model.adapter_agents))
+
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the run, for ``headrace status``."""

@@ -189,6 +189,8 @@ class Processes:
             codec=sync.codec,
             address=places.get(sync.transport, ""),
             host=sync.host,
+            tls_certificate=sync.tls_certificate,
+            tls_key=sync.tls_key,
             deadline_s=sync.deadline_s / 2,
         )
 

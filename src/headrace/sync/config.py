@@ -8,6 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.tls import refuse_half
 from headrace.errors import ConfigError
 from headrace.types.weights import Interrupt
 
@@ -29,8 +30,13 @@ class SyncConfig(Section):
     trained; under LoRA the other codecs, too, send nothing else."""
     host: str = LOOPBACK
     """``http`` only: the address of this machine at which the engine takes uploads, for a learner on another one. Every
-    upload has to carry the run's token; token and weights travel as clear text, so the network must be a trusted
-    one."""
+    upload has to carry the run's token; without ``tls_certificate`` token and weights travel as clear text, so the
+    network must be a trusted one."""
+    tls_certificate: str = ""
+    """``http`` only: PEM file with the certificate that the engines show, and the only one that the learner believes;
+    on each of their machines under this path. Unset: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key, without a password; the engines read it."""
     directory: str = ""
     """``files`` only: folder or fsspec URL in which one folder per run is made; empty: ``weights`` in the run
     directory."""
@@ -58,6 +64,13 @@ class SyncConfig(Section):
                 f"sync.host={self.host!r} is set, and sync.transport={self.transport!r} takes no uploads",
                 remedy="set sync.transport = 'http', or leave sync.host out",
             )
+        refuse_half("sync", self.tls_certificate, self.tls_key)
+        if self.tls_certificate and self.transport != "http":
+            raise ConfigError(
+                f"sync.tls_certificate={self.tls_certificate!r} is set, and sync.transport={self.transport!r} takes no "
+                "uploads",
+                remedy="set sync.transport = 'http', or leave sync.tls_certificate and sync.tls_key out",
+            )
         if self.host in _EVERYWHERE:
             raise ConfigError(
                 f"sync.host={self.host!r} is no address that a learner could send to",
@@ -75,5 +88,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Where to meet: the shared buffers' file, a folder, the directory of a rendezvous; each transport says."""
     host: str = LOOPBACK
     """Where an engine listens, if its transport does that."""
+    tls_certificate: str = ""
+    """What it shows, and what a learner believes: a PEM file; empty: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key."""
     deadline_s: float = 60.0
     """Longest wait of one side for the other."""

@@ -59,8 +59,10 @@ class FilesOutbox:
             self._files.mv(unfinished, path)
             self._written.append(path)
             while len(self._written) > NUM_SLOTS:
-                self._files.rm(self._written.popleft())
+                self._remove(self._written.popleft())
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._remove(unfinished)
             raise WeightsError(
                 f"version {parcel.version} cannot be written to {path} ({len(parcel.payload)} bytes): {error}",
                 remedy="make room there, let this user write there, or set sync.directory",
@@ -69,8 +71,12 @@ class FilesOutbox:
 
     def close(self) -> None:
         for path in self._written:
-            if self._files.exists(path):
-                self._files.rm(path)
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        """Unless somebody else did."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(path)
 
 
 class FilesInbox:

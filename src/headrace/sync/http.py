@@ -1,26 +1,31 @@
 """Weights uploaded over HTTP, with the run's token, to engines that the learner can connect to.
 
     learner                                             engine, one thread beside the step loop
-    PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 wrong token · 400 nonsense · 413 larger than the model
+    PUT /weights/KEY   Upload-Offset, Upload-Length ──▶ 401 without the token · 400 nonsense · 413 larger than the model
         one bucket after the other                      204 the bucket is in its place
     announce: path = KEY ─────────────────────────────▶ stage: whole? then it is read where it lies
 
 The standard library's server reads each bucket straight into its place; no larger request than a bucket is answered,
-and nothing is stored before token and sizes are known to be right.
+and nothing is stored before token and sizes are known to be right. Whoever has not shown the token within the deadline
+is cut off: there are few places. With a certificate all of it travels under TLS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.client
 import re
 import secrets
+import socket
+import ssl
 import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from headrace.config.tls import only, server_context
 from headrace.errors import ConfigError, NeedsFull, WeightsError
 from headrace.sync.base import BUCKET_BYTES, Parcel
 from headrace.sync.config import LOOPBACK, Route
@@ -35,8 +40,8 @@ _NUMBER = re.compile(r"\d{1,18}")
 class HttpOutbox:
     """Uploads to every receiver, one after the other."""
 
-    def __init__(self, token: str, deadline_s: float) -> None:
-        self._token, self._deadline_s = token, deadline_s
+    def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self._token, self._deadline_s, self._tls = token, deadline_s, tls
 
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
@@ -59,7 +64,7 @@ class HttpOutbox:
 
     def _upload(self, url: str, key: str, parcel: Parcel) -> None:
         place = urlsplit(url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=self._deadline_s)
+        connection = self._connection(place.hostname or "", place.port)
         try:
             for start in range(0, max(len(parcel.payload), 1), BUCKET_BYTES):
                 headers = {
@@ -69,7 +74,7 @@ class HttpOutbox:
                 }
                 connection.request("PUT", f"/weights/{key}", parcel.payload[start : start + BUCKET_BYTES], headers)
                 answer = connection.getresponse()
-                words = answer.read(1000).decode("utf-8", "replace")
+                words = answer.read(1000).decode("utf-8", "replace") or answer.reason
                 if answer.status != 204:
                     raise WeightsError(
                         f"{url} refused version {parcel.version} at byte {start} of {len(parcel.payload)}: "
@@ -78,6 +83,11 @@ class HttpOutbox:
                     )
         finally:
             connection.close()
+
+    def _connection(self, host: str, port: int | None) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(host, port, timeout=self._deadline_s)
+        return http.client.HTTPSConnection(host, port, timeout=self._deadline_s, context=self._tls)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,13 +104,15 @@ class HttpInbox:
 
     lasting = False
 
-    def __init__(self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK) -> None:
+    def __init__(
+        self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK, tls: ssl.SSLContext | None = None
+    ) -> None:
         if not token:
             raise ConfigError(
                 f"the http transport has no token, and would take anybody's weights at {host}",
                 remedy="give learner and engine the run's token",
             )
-        self.token, self.limit_bytes, self.deadline_s = token, limit_bytes, deadline_s
+        self.token, self.limit_bytes, self.deadline_s, self.tls = token, limit_bytes, deadline_s, tls
         self._upload: _Upload | None = None
         self._changed = threading.Condition()
         try:
@@ -110,7 +122,7 @@ class HttpInbox:
                 f"sync.host={host!r}: the engine cannot listen there: {error}",
                 remedy="name an IPv4 address, or a name of one, of the engine's machine",
             ) from None
-        self.address = f"http://{host}:{self._server.server_address[1]}"
+        self.address = f"{'http' if tls is None else 'https'}://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True, name="weights")
         self._thread.start()
 
@@ -199,14 +211,32 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def setup(self) -> None:
-        self.request.settimeout(self.server.inbox.deadline_s)
-        super().setup()
+        inbox = self.server.inbox
+        self.request.settimeout(inbox.deadline_s)
+        self._stranger = threading.Timer(inbox.deadline_s, self._cut)
+        self._stranger.daemon = True
+        self._stranger.start()
+        try:
+            if inbox.tls is not None:  # in the thread of this connection: others do not wait for its handshake
+                self.request = inbox.tls.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
+                self.request.do_handshake()
+            super().setup()
+        except BaseException:
+            self._stranger.cancel()
+            self.request.close()
+            raise
+
+    def finish(self) -> None:
+        self._stranger.cancel()
+        super().finish()
+        self.request.close()
 
     def do_PUT(self) -> None:
         inbox = self.server.inbox
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
-            return self._answer(401, "wrong token")
+            return self._answer(401, "")
+        self._stranger.cancel()
         path = _PATH.fullmatch(self.path)
         sizes = [self.headers.get(name, "") for name in ("Upload-Offset", "Upload-Length", "Content-Length")]
         if path is None or not all(_NUMBER.fullmatch(size) for size in sizes):
@@ -229,25 +259,48 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return self._answer(204, "")
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class would say of other methods, and of what is no request: the same as to any stranger."""
+        self.request_version = self.protocol_version
+        self._answer(401, "")
+
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the answers say it."""
 
     def _answer(self, status: int, words: str) -> None:
         body = words.encode()
-        self.send_response(status)
+        self.send_response_only(status)
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
         if status != 204:
             self.close_connection = True  # its body was not read
             self.send_header("Connection", "close")
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        if status != 204:
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        """What is still on its way, a bucket at most: if the connection were closed now, its sender would see that it
+        was reset, and not the answer."""
+        left = BUCKET_BYTES
+        with contextlib.suppress(OSError):
+            self.request.shutdown(socket.SHUT_WR)
+            while left > 0 and (heard := len(self.request.recv(1 << 16))):
+                left -= heard
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):  # it has just ended by itself
+            self.request.shutdown(socket.SHUT_RDWR)
 
 
 def open_outbox(route: Route, token: str) -> HttpOutbox:
     """It sends to the addresses it is told with each version."""
-    return HttpOutbox(token, route.deadline_s)
+    return HttpOutbox(token, route.deadline_s, only(route.tls_certificate) if route.tls_certificate else None)
 
 
 def open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
     """It listens on a free port of ``route.host``."""
-    return HttpInbox(token, limit_bytes, route.deadline_s, route.host)
+    tls = server_context(route.tls_certificate, route.tls_key) if route.tls_certificate else None
+    return HttpInbox(token, limit_bytes, route.deadline_s, route.host, tls)

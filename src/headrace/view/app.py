@@ -36,8 +36,11 @@ from headrace.view.timeline import timeline
 STATIC = str(files("headrace.view") / "static")
 
 
-def make_app(runs: Sequence[OpenRun], *, clock: Clock, token: str = "", ending: Callable[[], bool]) -> Door:
-    """The whole dashboard of ``runs`` as an ASGI application; ``ending`` says when streams must end."""
+def make_app(
+    runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
+) -> Door:
+    """The whole dashboard of ``runs`` as an ASGI application; ``ending`` says when streams must end, ``secure`` that it
+    is reached over TLS only."""
 
     def of_run(answer: Answer) -> Callable[[Request], Response]:
         def handler(request: Request) -> Response:
@@ -72,7 +75,7 @@ def make_app(runs: Sequence[OpenRun], *, clock: Clock, token: str = "", ending: 
         ],
         exception_handlers={HeadraceError: _refused, HTTPException: _not_found},
     )
-    return Door(app, token=token)
+    return Door(app, token=token, secure=secure)
 
 
 Answer = Callable[[OpenRun, Request], Any]

@@ -1,8 +1,7 @@
 """Who may look, and what a page may do.
 
-Without a token the server listens on this machine only, and a request must be addressed to this machine by name: a
-web page that points a name of its own here is turned away. With a token, the address that ``headrace view`` prints
-holds it once; from then on the browser keeps it in a cookie that no script can read.
+The address that ``headrace view`` prints holds the token once; from then on the browser keeps it in a cookie that no
+script can read. Whoever brings neither hears 401, and at ``/`` is asked for the token.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from headrace.engine.server.auth import is_loopback
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -31,14 +28,22 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
 }
+_WANTED = {"www-authenticate": "Bearer"}
+_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Token</title><main><h1>This view needs its token</h1><p>The program printed it with the address.</p>
+<form action="/" method="get"><p><label>Token <input name="token" type="password" autocomplete="off" required></label>
+<button>Open</button></p></form></main></html>
+"""
 
 
 class Door:
     """Lets requests through to ``app``, or answers them itself."""
 
-    def __init__(self, app: ASGIApp, *, token: str) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, secure: bool = False) -> None:
+        """``secure``: the cookie travels over TLS only."""
         self._app = app
         self._token = token.encode(errors="surrogateescape")
+        self._secure = secure
         self._key = hashlib.sha256(b"headrace view " + self._token).hexdigest()
         """What the cookie holds: it opens this view, and tells nobody the token."""
         self._cookie = f"headrace_view_{self._key[:8]}"
@@ -61,23 +66,22 @@ class Door:
 
     def _answer(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if not self._token:
-            if is_loopback(_without_port(headers.get("host", ""))):
-                return None
-            return _page(403, "Not this way", "Without a token only this machine may look: open 127.0.0.1.")
         given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
         if given and scope["path"] == "/":
-            right = _same(given.encode(), self._token)
-            return self._let_in() if right else _ask("That is not the token of this view.")
+            return self._let_in() if _same(given.encode(), self._token) else _ask()
         kind, _, bearer = headers.get("authorization", "").encode("latin-1").partition(b" ")
         if kind.lower() == b"bearer" and _same(bearer.strip(), self._token):
             return None
         kept = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
-        return None if _same(kept.encode(), self._key.encode()) else _ask("This view needs its token.")
+        if _same(kept.encode(), self._key.encode()):
+            return None
+        return _ask() if scope["path"] == "/" else Response(status_code=401, headers=_WANTED)
 
     def _let_in(self) -> Response:
         answer = RedirectResponse("/", status_code=303)
-        answer.set_cookie(self._cookie, self._key, httponly=True, samesite="strict", max_age=7 * 86400)
+        answer.set_cookie(
+            self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400
+        )  # fmt: skip
         return answer
 
 
@@ -85,21 +89,5 @@ def _same(given: bytes, right: bytes) -> bool:
     return hmac.compare_digest(given, right)
 
 
-def _ask(words: str) -> Response:
-    form = (
-        '<form action="/" method="get"><p><label>Token <input name="token" type="password" autocomplete="off" '
-        'required></label> <button>Open</button></p></form>'
-    )  # fmt: skip
-    return _page(401, words, "The program printed it with the address.", form)
-
-
-def _page(status: int, title: str, words: str, more: str = "") -> Response:
-    return HTMLResponse(
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        f"<title>{title}</title><main><h1>{title}</h1><p>{words}</p>{more}</main></html>",
-        status_code=status,
-    )
-
-
-def _without_port(host: str) -> str:
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+def _ask() -> Response:
+    return HTMLResponse(_FORM, status_code=401, headers=_WANTED)

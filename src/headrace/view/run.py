@@ -24,7 +24,8 @@ from headrace.view.text import Words
 T = TypeVar("T")
 
 FRESH_S = 12.0
-"""A living run writes its status every second; after so long without, it is not thought to live."""
+"""A living run writes its status every second; after so long without, it is not thought to live. Two clocks that are
+further apart than this are told of."""
 LIVING = ("starting", "running")
 """The states of a run that goes on."""
 MOST_EVENTS = 500
@@ -58,6 +59,10 @@ class OpenRun:
         self.parts = Sheet(directory / "parts.json")
         self._known: dict[str, tuple[float, Any]] = {}
         self._browser: tuple[tuple[int, bool], Browser] | None = None
+        self._heard: tuple[float, float] | None = None
+        """The time of the latest status, and when it was first seen by our own clock."""
+        self._renewed = False
+        """Whether a newer status has come since this was opened: the run lives, whatever its clock says."""
         self.words = Words(str(self.config.section("model").get("path") or ""))
 
     @property
@@ -121,10 +126,11 @@ class OpenRun:
         }
 
     def notes(self) -> list[str]:
-        """What cannot be read, in words."""
+        """What cannot be read, or believed, in words."""
         with self.lanes():
             told = [self._metrics.problem, self._trace.problem, self._told.problem]
         told += [sheet.problem for sheet in (self.config, self.summary, self.status, self.parts)]
+        told.append(self._skew())
         if not (self.directory / METRICS_FILE).exists():
             told.append(f"{METRICS_FILE} is not there: no step has ended yet")
         if not (self.directory / TRACE_FILE).exists():
@@ -170,8 +176,31 @@ class OpenRun:
     def _lives(self, status: dict[str, Any]) -> bool:
         written, parts = status.get("written_s"), status.get("components")
         controller = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}
-        fresh = isinstance(written, int | float) and self._clock.wall() - written < FRESH_S
-        return fresh and controller.get("state") != "ended"
+        return isinstance(written, int | float) and self._is_fresh(written) and controller.get("state") != "ended"
+
+    def _is_fresh(self, written_s: float) -> bool:
+        """By the clocks of both machines at first; once a newer status has come, by ours alone."""
+        with self._one_at_a_time:
+            now_s = self._clock.now()
+            if self._heard is None or self._heard[0] != written_s:
+                self._renewed = self._heard is not None
+                self._heard = (written_s, now_s)
+            if self._renewed:
+                return now_s - self._heard[1] < FRESH_S
+            return abs(self._clock.wall() - written_s) < FRESH_S
+
+    def _skew(self) -> str:
+        """How far the clock of the run's machine is from ours, while it lives and that is far; else empty."""
+        written = self.status.tree.get("written_s")
+        if not self._renewed or not self._lives(self.status.tree) or not isinstance(written, int | float):
+            return ""
+        ahead_s = written - self._clock.wall()
+        words = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
+        return (
+            f"the clock of the machine that runs it is {words} this one's: times are by its clock"
+            if abs(ahead_s) > FRESH_S
+            else ""
+        )
 
 
 def _joined(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:

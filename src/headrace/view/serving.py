@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import secrets
 import signal
 import socket
@@ -10,11 +11,14 @@ import threading
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
 
 from headrace.clock import Clock
-from headrace.engine.server.auth import is_loopback
+from headrace.config.tls import server_context
 from headrace.errors import ConfigError
 from headrace.view.app import make_app
 from headrace.view.run import OpenRun
@@ -26,22 +30,25 @@ END_S = 1
 
 
 def serve(runs: Sequence[OpenRun], terms: ViewTerms, *, clock: Clock, tell: Callable[[str], None]) -> None:
-    """Show ``runs`` until Ctrl-C or SIGTERM; ``tell`` gets the address to open, with the token where there is one.
+    """Show ``runs`` until Ctrl-C or SIGTERM; ``tell`` gets the address to open, with the token.
 
-    Raises :class:`~headrace.errors.ConfigError` if the address cannot be bound.
+    Raises :class:`~headrace.errors.ConfigError` if the address cannot be bound, or the certificate not be used.
     """
-    token = terms.token or ("" if is_loopback(terms.host) else secrets.token_urlsafe(18))
+    terms = terms if terms.token else replace(terms, token=secrets.token_urlsafe(18))
+    if terms.tls_certificate:
+        server_context(terms.tls_certificate, terms.tls_key)
     with bind(terms) as listening:
-        server = _Server(runs, clock, token)
-        tell(address(listening, terms.host, token))
+        server = _Server(runs, clock, terms)
+        tell(address(listening, terms))
         server.run(sockets=[listening])
 
 
 class _Server(uvicorn.Server):
     """uvicorn, that returns from Ctrl-C and SIGTERM instead of raising them again."""
 
-    def __init__(self, runs: Sequence[OpenRun], clock: Clock, token: str) -> None:
-        app = make_app(runs, clock=clock, token=token, ending=lambda: self.should_exit)
+    def __init__(self, runs: Sequence[OpenRun], clock: Clock, terms: ViewTerms) -> None:
+        secure = bool(terms.tls_certificate)
+        app = make_app(runs, clock=clock, token=terms.token, ending=lambda: self.should_exit, secure=secure)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -49,6 +56,9 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 log_level="error",
                 server_header=False,
+                ws="none",
+                ssl_certfile=terms.tls_certificate or None,
+                ssl_keyfile=terms.tls_key or None,
                 limit_concurrency=MOST_CONNECTIONS,
                 timeout_graceful_shutdown=END_S,
             )
@@ -67,8 +77,12 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def open_browser(url: str, tell: Callable[[str], None]) -> threading.Thread:
-    """Show ``url`` in a browser, in a thread of its own; say so where there is none."""
+def open_browser(url: str, tell: Callable[[str], None], directory: Path) -> threading.Thread:
+    """Show ``url`` in a browser, in a thread of its own; say so where there is none. The browser is given a page that
+    is put into ``directory`` and leads there: its arguments can be read by everybody on the machine."""
+    page = directory / "open.html"
+    page.touch(0o600)
+    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">', encoding="utf-8")
 
     def show() -> None:
         found: webbrowser.BaseBrowser | None = None
@@ -77,7 +91,7 @@ def open_browser(url: str, tell: Callable[[str], None]) -> threading.Thread:
         if found is None or _in_terminal(found):
             tell("no browser was found: open the address yourself; over ssh: ssh -L PORT:127.0.0.1:PORT HOST")
             return
-        found.open(url)
+        found.open(page.as_uri())
 
     thread = threading.Thread(target=show, name="browser", daemon=True)
     thread.start()
@@ -107,9 +121,9 @@ def bind(terms: ViewTerms) -> socket.socket:
         ) from None
 
 
-def address(listening: socket.socket, host: str, token: str) -> str:
+def address(listening: socket.socket, terms: ViewTerms) -> str:
     """What to open."""
     port = listening.getsockname()[1]
-    named = host if host not in ("0.0.0.0", "::") else socket.gethostname()
-    base = f"http://[{named}]:{port}/" if ":" in named else f"http://{named}:{port}/"
-    return f"{base}?token={token}" if token else base
+    named = terms.host if terms.host not in ("0.0.0.0", "::") else socket.gethostname()
+    host = f"[{named}]" if ":" in named else named
+    return f"{'https' if terms.tls_certificate else 'http'}://{host}:{port}/?token={quote(terms.token)}"

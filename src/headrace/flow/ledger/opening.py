@@ -12,7 +12,8 @@ from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 
 SQLITE_FILE = "ledger.sqlite"
 REDIS_FILE = "ledger.redis"
-"""Says where the ledger is of a run that keeps it on a Redis server: url and name, a line each."""
+"""Says where the ledger is of a run that keeps it on a Redis server: a line each for the URL, the name, and the
+environment variable of the password, where there is one."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
@@ -31,10 +32,11 @@ def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
 
     name = str(run_dir)
     ledger = RedisLedger(
-        config.ledger_url, name, group_size=config.group_size, groups_per_step=config.groups_per_step
+        config.ledger_url, name, group_size=config.group_size, groups_per_step=config.groups_per_step,
+        password_env=config.ledger_password_env,
     )  # fmt: skip
-    (run_dir / REDIS_FILE).write_text(f"{config.ledger_url}\n{name}\n", encoding="utf-8")
-    (run_dir / REDIS_FILE).chmod(0o600)  # a url may hold a password
+    lines = (config.ledger_url, name, config.ledger_password_env)
+    (run_dir / REDIS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return ledger
 
 
@@ -64,6 +66,6 @@ def open_ledger(run_dir: Path) -> Ledger:
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger
 
-        url, name = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
-        return RedisLedger.open(url, name)
+        url, name, *variable = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
+        return RedisLedger.open(url, name, *variable)
     return SqliteLedger.open(run_dir / SQLITE_FILE)

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.environ import secret
 from headrace.errors import ConfigError, LedgerError
 from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled
 from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
-from headrace.flow.ledger.wire import RollBack, decode_operation, encode_operation
+from headrace.flow.ledger.wire import RollBack, encode_operation, replay
 from headrace.types.episode import Episode
 
 T = TypeVar("T")
@@ -56,9 +57,9 @@ class RedisLedger:
     everysec``, its default then, a loss of power can cost the last second.
     """
 
-    def __init__(
+    def __init__(  # gate: parameters - where it is, and what it is begun with
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
-        outage_s: float = OUTAGE_S,
+        outage_s: float = OUTAGE_S, password_env: str = "",
     ) -> None:  # fmt: skip
         self._redis = _client()
         self._where = f"{name} at {_without_password(url)}"
@@ -69,7 +70,9 @@ class RedisLedger:
         self._one_at_a_time = threading.RLock()
         self._closed = threading.Event()
         try:
-            self._server = self._redis.Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+            self._server = self._redis.Redis.from_url(
+                url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, password=_password(password_env)
+            )
         except ValueError as error:
             raise ConfigError(
                 f"flow.ledger_url={_without_password(url)!r}: {error}",
@@ -84,9 +87,9 @@ class RedisLedger:
         self._read_on()
 
     @classmethod
-    def open(cls, url: str, name: str) -> RedisLedger:
+    def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
         """An existing ledger, for reading. :class:`~headrace.errors.LedgerError` if there is none."""
-        return cls(url, name)
+        return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
         for operation in operations:
@@ -170,11 +173,7 @@ class RedisLedger:
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
-            operation = decode_operation(fields[b"kind"], fields[b"data"])
-            if isinstance(operation, RollBack):
-                self._index.recall(operation.step)
-            else:
-                self._index.apply(operation)
+            replay(self._index, fields[b"kind"], fields[b"data"])
         except (msgspec.MsgspecError, KeyError, LedgerError) as error:
             raise LedgerError(
                 f"the ledger {self._where} is damaged at operation {number}: {error}",
@@ -242,6 +241,15 @@ def _client() -> Any:
             "flow.ledger='redis' needs the package redis", remedy="pip install 'headrace[redis]'"
         ) from None  # fmt: skip
     return redis
+
+
+def _password(variable: str) -> str | None:
+    if variable and not secret(variable):
+        raise ConfigError(
+            f"flow.ledger_password_env={variable!r}, and that environment variable is not set",
+            remedy=f"export {variable}=..., or leave flow.ledger_password_env out",
+        )
+    return secret(variable) or None
 
 
 def _without_password(url: str) -> str:

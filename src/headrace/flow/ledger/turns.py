@@ -65,30 +65,34 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes) -> list[Turn]:
-    """The turns in ``data``, token for token."""
-    return [
-        Turn(
-            author=turn.author,
-            tokens=Tokens(
-                ids_T=turn.ids_T,
-                logprobs_T=turn.logprobs_T,
-                versions_T=turn.versions_T,
-                kept=turn.kept,
-                routing=turn.routing,
-                entropies_T=turn.entropies_T,
-                taught=turn.taught,
-            ),
-            parent=turn.parent,
-            stop_reason=turn.stop_reason,
-            context_routing=turn.context_routing,
-            failed=turn.failed,
-            untrained=turn.untrained,
-            reward=turn.reward,
-            process=turn.process,
-            branch=turn.branch,
-        )
-        for turn in _CODEC.decode(data)
-    ]
+    """The turns in ``data``, token for token; ``msgspec.MsgspecError`` where there are none."""
+    try:
+        return [_turn(turn) for turn in _CODEC.decode(data)]
+    except ValueError as error:  # columns that do not fit one another
+        raise msgspec.ValidationError(str(error)) from None
+
+
+def _turn(turn: _Turn) -> Turn:
+    return Turn(
+        author=turn.author,
+        tokens=Tokens(
+            ids_T=turn.ids_T,
+            logprobs_T=turn.logprobs_T,
+            versions_T=turn.versions_T,
+            kept=turn.kept,
+            routing=turn.routing,
+            entropies_T=turn.entropies_T,
+            taught=turn.taught,
+        ),
+        parent=turn.parent,
+        stop_reason=turn.stop_reason,
+        context_routing=turn.context_routing,
+        failed=turn.failed,
+        untrained=turn.untrained,
+        reward=turn.reward,
+        process=turn.process,
+        branch=turn.branch,
+    )
 
 
 def encode_part(part: TurnPart) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.errors import LedgerError
 from headrace.flow.ledger.base import (
     CommitVersion,
     DropEpisodes,
@@ -15,6 +16,7 @@ from headrace.flow.ledger.base import (
     Stream,
     Submit,
 )
+from headrace.flow.ledger.sqlite import SqliteLedger
 from headrace.types.messages.codec import Codec
 
 
@@ -41,3 +43,16 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
         raise msgspec.ValidationError(f"unknown operation {kind!r}: a newer version of headrace wrote it")
     operation: Operation | RollBack = codec.decode(data)
     return operation
+
+
+def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
+    """Do what an operation says. ``msgspec.MsgspecError`` where it says nothing, :class:`~headrace.errors.LedgerError`
+    where it cannot be; ``index`` is as before then."""
+    operation = decode_operation(kind, data)
+    try:
+        if isinstance(operation, RollBack):
+            index.recall(operation.step)
+        else:
+            index.apply(operation)
+    except (ValueError, OverflowError) as error:  # lists that do not fit one another, numbers that no ledger holds
+        raise LedgerError(f"{type(operation).__name__}: {error}", remedy="it was not written by a run") from None

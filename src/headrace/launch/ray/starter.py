@@ -183,17 +183,19 @@ def paths_of(start: Start) -> dict[str, str]:
     >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
     {'env.reward': '/code/reward.py'}
     """
+    paths: dict[str, str] = {}
     match start:
         case EngineStart():
-            return {"model.path": str(start.model["path"])}
+            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
+            paths["sync.tls_key"] = start.route.tls_key
         case LearnerStart():
-            paths = {"model.path": str(start.model["path"]), "the snapshot": start.snapshot}
-            return {setting: path for setting, path in paths.items() if path}
+            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
+            paths["the snapshot"] = start.snapshot
         case ScorerStart():
-            file = str(start.reward.get("ref", "")).rpartition(":")[0]
-            return {"env.reward": file} if file else {}
+            paths = {"env.reward": str(start.reward.get("ref", "")).rpartition(":")[0]}
         case EnvironmentStart():
-            return {f"env ({path})": path for path in _files_of(start.entry)}
+            paths = {f"env ({path})": path for path in _files_of(start.entry)}
+    return {setting: path for setting, path in paths.items() if path}
 
 
 def _files_of(entry: str) -> Sequence[str]:

@@ -1,14 +1,23 @@
-"""Metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``."""
+"""Metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``, for whoever sends the token that stands in
+the run directory."""
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Literal, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.tls import refuse_half, server_context
 from headrace.errors import ConfigError
 from headrace.observe.writers.base import MetricWriter, RunFacts
 from headrace.types.metrics import find
@@ -17,31 +26,93 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily, Metric
 
 
+TOKEN_FILE = "metrics.token"
+"""In the run directory, for this user alone: ``authorization: {credentials_file: RUN/metrics.token}`` in Prometheus'
+own settings. A run that resumes keeps it."""
+PATIENCE_S = 10.0
+"""A connection that says nothing for so long is cut."""
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
 class Prometheus(Section):
-    """An endpoint that is asked. It has no password: it listens on this machine unless told otherwise."""
+    """An endpoint that is asked, with the token of ``metrics.token`` in the run directory."""
 
     kind: Literal["prometheus"] = "prometheus"
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = Field(default=9464, ge=1, le=65535)
     """A run that resumes wants the same one again."""
+    tls_certificate: str = ""
+    """PEM file with the certificate of the endpoint; unset: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        refuse_half("observe.writers", self.tls_certificate, self.tls_key)
+        return self
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Raises :class:`~headrace.errors.ConfigError` if the port cannot be had."""
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         newest = _Newest(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
+        app = guarded(make_wsgi_app(registry), _token(run.run_dir / TOKEN_FILE))
+        kind = _Server6 if ":" in self.host else _Server
         try:
-            server, thread = start_http_server(self.port, self.host, registry)
+            server = make_server(self.host, self.port, app, kind, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"observe.writers: prometheus cannot listen on {self.host}:{self.port}: {error.strerror}",
                 remedy="choose another port",
             ) from None
+        if self.tls_certificate:
+            context = server_context(self.tls_certificate, self.tls_key)
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="prometheus", daemon=True)
+        thread.start()
         newest.ends_with(server.shutdown, server.server_close, thread.join)
         return newest
+
+
+def guarded(app: App, token: str) -> App:
+    """``app`` for those who send ``token``; everybody else hears 401."""
+
+    def door(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
+        if hmac.compare_digest(given, f"Bearer {token}".encode()):
+            return app(environ, start)
+        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Length", "0")])
+        return []
+
+    return door
+
+
+def _token(file: Path) -> str:
+    if not file.exists():
+        file.touch(0o600)
+        file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = PATIENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: whoever asks sees the answer."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever asked has left."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Newest:

@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import Clock
 from headrace.engine.server.body import BodyLimits, read_object
@@ -65,7 +66,7 @@ class Desk:
         )
 
 
-def make_app(desk: Desk) -> Starlette:
+def make_app(desk: Desk) -> ASGIApp:
     """The whole endpoint as an ASGI application; every path is there with and without ``/v1``."""
 
     async def models(request: Request) -> Response:
@@ -80,7 +81,24 @@ def make_app(desk: Desk) -> Starlette:
         handlers[COUNT] = _Handler(desk, MESSAGES, _Counting())
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
+    return _Door(desk, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found}))
+
+
+class _Door:
+    """Who brings no key that was ever given is told so after a while, whatever is asked, and nothing else."""
+
+    def __init__(self, desk: Desk, app: ASGIApp) -> None:
+        self._desk, self._app = desk, app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._desk.sessions.find(Headers(scope=scope))
+        except Refusal as refusal:
+            if refusal.status == 401:
+                await asyncio.sleep(self._desk.limits.delay_s)
+                await refusal.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _Wire:

@@ -34,7 +34,6 @@ UNSIGNED = "unsigned"
 
 _Text = Annotated[str, PlainValidator(text_of("text"))]
 _ERRORS = {
-    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",

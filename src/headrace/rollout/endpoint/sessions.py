@@ -115,7 +115,7 @@ class Sessions:
                     raise ended()
                 return self._sessions[serial]
         raise Refusal(
-            "the request's key is wrong" if any(keys) else "the request carries no key",
+            "the request does not carry the key of an episode",
             remedy="send the key of the episode, as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'",
             status=401,
             code="invalid_api_key",

@@ -1,0 +1,143 @@
+"""Sound inputs, made unsound: bytes that are flipped, cut, spliced and inflated, and trees whose values are not what
+they should be. Every draw comes from one generator."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+DEEP = (50, 500, 20_000)
+"""How many times something is put into itself."""
+_NUMBERS = (0, -1, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**64 - 1, -(2**63), 0.5, -0.0, 1e308, math.inf, math.nan)
+_TEXTS = ("", "\x00", "é☃\U0001f511", "../../etc/passwd", "{{7*7}}", "__import__('os')", "a" * 5000, "NaN", "1e9999")
+_HEAD = b"\x00\x01\x7f\x80\x90\xc1\xc4\xc6\xc7\xc9\xd9\xdb\xdc\xdd\xde\xdf\xff"
+"""Bytes that mean something to a reader of msgpack."""
+
+Change = Callable[[random.Random, bytearray, bytes], None]
+
+
+def changed(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """``data`` after one to four changes; parts of ``others`` may come into it."""
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        rng.choice(_CHANGES)(rng, made, rng.choice(others))
+    return bytes(made)
+
+
+def _flip(rng: random.Random, data: bytearray, _: bytes) -> None:
+    if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _set(rng: random.Random, data: bytearray, _: bytes) -> None:
+    if data:
+        data[rng.randrange(len(data))] = rng.choice(_HEAD)
+
+
+def _cut(rng: random.Random, data: bytearray, _: bytes) -> None:
+    del data[rng.randrange(len(data) + 1) :]
+
+
+def _drop(rng: random.Random, data: bytearray, _: bytes) -> None:
+    start = rng.randrange(len(data) + 1)
+    del data[start : start + rng.choice((1, 2, 4, 16))]
+
+
+def _insert(rng: random.Random, data: bytearray, _: bytes) -> None:
+    place = rng.randrange(len(data) + 1)
+    data[place:place] = rng.randbytes(rng.choice((1, 2, 4, 64)))
+
+
+def _splice(rng: random.Random, data: bytearray, other: bytes) -> None:
+    place, start = rng.randrange(len(data) + 1), rng.randrange(len(other) + 1)
+    data[place:] = other[start:]
+
+
+def _repeat(rng: random.Random, data: bytearray, _: bytes) -> None:
+    start = rng.randrange(len(data) + 1)
+    data[start:start] = data[start : start + 64] * rng.choice((1, 3, 50))
+
+
+def _inflate(rng: random.Random, data: bytearray, _: bytes) -> None:
+    """Where a length may stand, a huge one."""
+    place = rng.randrange(len(data) + 1)
+    data[place : place + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\x00\x00", b"9999"))
+
+
+def _nest(rng: random.Random, data: bytearray, _: bytes) -> None:
+    data[0:0] = rng.choice((b"[", b'{"a":', b"\x91", b"\x81\xa1a")) * rng.choice(DEEP)
+
+
+_CHANGES: tuple[Change, ...] = (_flip, _flip, _flip, _set, _cut, _drop, _insert, _splice, _repeat, _inflate, _nest)
+
+
+def changed_tree(rng: random.Random, tree: Any) -> Any:
+    """``tree``, which is left as it is, with one to three of its values replaced."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        tree = _replaced(rng, tree)
+    return tree
+
+
+def _replaced(rng: random.Random, tree: Any) -> Any:
+    """Somewhere below, or here."""
+    if isinstance(tree, dict) and tree and rng.random() < 0.85:
+        key = rng.choice(list(tree))
+        luck, rest = rng.random(), {name: value for name, value in tree.items() if name != key}
+        if luck < 0.1:
+            return rest
+        if luck < 0.2:
+            return {**tree, rng.choice(_TEXTS): tree[key]}
+        return {**tree, key: _replaced(rng, tree[key])}
+    if isinstance(tree, list) and tree and rng.random() < 0.85:
+        place, luck = rng.randrange(len(tree)), rng.random()
+        if luck < 0.1:
+            return tree[:place] + tree[place + 1 :]
+        if luck < 0.2:
+            return tree + tree[place : place + 1] * rng.choice((1, 10, 1000))
+        return [*tree[:place], _replaced(rng, tree[place]), *tree[place + 1 :]]
+    if isinstance(tree, msgspec.msgpack.Ext) and rng.random() < 0.9:
+        return msgspec.msgpack.Ext(rng.choice((tree.code, tree.code, 2)), changed(rng, bytes(tree.data), [b"<i4:3|"]))
+    return _odd(rng, tree)
+
+
+def _odd(rng: random.Random, value: Any) -> Any:
+    """Something that should not stand there."""
+    match rng.randrange(6):
+        case 0:
+            return rng.choice(_NUMBERS)
+        case 1:
+            return rng.choice(_TEXTS)
+        case 2:
+            return rng.choice((None, True, [], {}, [None], {"": {}}))
+        case 3:
+            return [value] * rng.choice((2, 100))
+        case 4:
+            for _ in range(rng.choice((2, 60, 400))):
+                value = [value] if rng.random() < 0.5 else {"a": value}
+            return value
+    return str(value)
+
+
+def changed_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """JSON, half of the time still JSON."""
+    if rng.random() < 0.5:
+        return changed(rng, data, others)
+    try:
+        return json.dumps(changed_tree(rng, json.loads(data))).encode("utf-8", "surrogatepass")
+    except RecursionError:  # a depth that cannot be written
+        return changed(rng, data, others)
+
+
+def changed_msgpack(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """msgpack, half of the time still msgpack."""
+    if rng.random() < 0.5:
+        return changed(rng, data, others)
+    try:
+        return msgspec.msgpack.encode(changed_tree(rng, msgspec.msgpack.decode(data)))
+    except (OverflowError, ValueError, RecursionError):  # a number, or a depth, that cannot be written
+        return changed(rng, data, others)

@@ -1,0 +1,89 @@
+"""A sound value of any type that travels, made from the type alone: a new message cannot be forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+import types
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.types.sampling import Sampling
+
+ROWS = 3
+"""Length of every axis of an array but one of its kinds, and of every column."""
+_WORDS = ("", "policy", "a text", "é☃", "[x](y)\n", "0")
+_SPECIAL: Mapping[Any, Any] = {Sampling: Sampling(max_new_tokens=4, stop_ids=(1,), stop=("END",), logit_bias={3: 1.5})}
+
+
+def example(kind: Any, rng: random.Random, name: str = "") -> Any:
+    """A value of the annotation ``kind``; ``name`` is that of the field, whose suffix says the shape of an array."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _SPECIAL:
+        return _SPECIAL[kind]
+    if origin is np.ndarray:
+        return _array(arguments, rng, name)
+    if origin in (typing.Union, types.UnionType):
+        return example(rng.choice(arguments), rng, name)
+    if origin is typing.Literal:
+        return rng.choice(arguments)
+    if origin is tuple and (len(arguments) != 2 or arguments[1] is not Ellipsis):
+        return tuple(example(argument, rng, name) for argument in arguments)
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        return _many(origin, arguments, rng, name)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return rng.choice(list(kind))
+    names = _fields(kind)
+    if names is None:
+        return _plain(kind, rng)
+    hints = typing.get_type_hints(kind)
+    return kind(**{field: example(hints[field], rng, field) for field in names})
+
+
+def _fields(kind: Any) -> list[str] | None:
+    """Of a record; ``None`` for what is none."""
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind)]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return [field.name for field in msgspec.structs.fields(kind)]
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return list(typing.get_type_hints(kind))
+    return None
+
+
+def _array(arguments: tuple[Any, ...], rng: random.Random, name: str) -> Any:
+    scalar = typing.get_args(arguments[1])[0]
+    dtype = np.dtype(scalar) if scalar in (np.int32, np.int64, np.float32, np.float64, np.bool_) else np.dtype(np.uint8)
+    suffix = name.rpartition("_")[2]
+    shape = (ROWS,) * (len(suffix) if suffix.isupper() else 1)
+    return (np.arange(ROWS ** len(shape)) % 2 + rng.randrange(2)).astype(dtype).reshape(shape)
+
+
+def _many(origin: Any, arguments: tuple[Any, ...], rng: random.Random, name: str) -> Any:
+    count = rng.randrange(3)
+    if issubclass(origin, Mapping):
+        key, value = arguments
+        return {example(key, rng): example(value, rng) for _ in range(count)}
+    made = [example(arguments[0], rng, name) for _ in range(count)]
+    return made if origin is list else tuple(made)
+
+
+def _plain(kind: Any, rng: random.Random) -> Any:
+    if kind is bool:
+        return rng.random() < 0.5
+    if kind is int:
+        return rng.choice((0, 1, 7, 2**31 - 1))
+    if kind is float:
+        return rng.choice((0.0, 0.25, 1e9))
+    if kind is str:
+        return rng.choice(_WORDS)
+    if kind in (None, type(None)):
+        return None
+    if kind is Any:
+        return rng.choice(("x", 1, [{"role": "user", "content": "?"}], {"a": 0.5}))
+    raise TypeError(f"no example of {kind!r}")

@@ -1,0 +1,168 @@
+"""What comes from elsewhere as bytes, and the code of the library that reads it: one row for each format.
+
+A reader says whether it took an input. Refusals are the errors that its caller expects; any other exception is a crash,
+and :class:`Forged` says that something was taken that nobody has sent.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.bench.fuzz_change import changed_json, changed_msgpack
+from headrace.bench.fuzz_examples import example
+from headrace.bench.fuzz_weights import weight_formats
+from headrace.bridges.atropos import Answers, read_batch
+from headrace.errors import DataError, LedgerError, RunError
+from headrace.flow.ledger.base import Move, Operation, Submit
+from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
+from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
+from headrace.flow.ledger.wire import RollBack, encode_operation, replay
+from headrace.types.episode import Turn
+from headrace.types.group import GroupState
+from headrace.types.messages import controller, engine, environment, learner, scorer
+from headrace.types.messages.codec import Codec
+from headrace.types.scored import Learned
+
+EXAMPLES = 8
+"""Of each kind of message."""
+LEDGER_LIFE = 500
+"""Inputs after which a ledger is begun anew: what was taken stays in it."""
+RECEIVERS = (controller, engine, learner, scorer, environment)
+
+Read = Callable[[bytes], bool]
+Changed = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One thing that is read."""
+
+    name: str
+    share: float
+    """Of all inputs."""
+    seeds: Sequence[bytes]
+    """Sound ones."""
+    change: Changed
+    read: Read
+    """Whether it was taken."""
+
+
+def formats(scratch: Path) -> list[Format]:
+    """All that need no server; ``scratch`` is a folder to work in."""
+    rng = random.Random(0)
+    return [
+        *(_messages(receiver, rng) for receiver in RECEIVERS),
+        _operations(rng),
+        _turns(rng),
+        _learned(rng),
+        _batches(),
+        *(Format(name=name, share=share, seeds=seeds, change=change, read=read)
+          for name, share, seeds, change, read in weight_formats(scratch)),
+    ]  # fmt: skip
+
+
+def sound(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
+    """Examples of a type, without those whose parts do not fit one another."""
+    found: list[Any] = []
+    while len(found) < count:
+        try:
+            found.append(example(kind, rng))
+        except ValueError:
+            continue
+    return found
+
+
+def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Read]:
+    """A reader that refuses by these errors."""
+
+    def of(take: Callable[[bytes], object]) -> Read:
+        def read(data: bytes) -> bool:
+            try:
+                take(data)
+            except errors:
+                return False
+            return True
+
+        return read
+
+    return of
+
+
+def _messages(receiver: Any, rng: random.Random) -> Format:
+    codec = Codec(receiver.Message)
+    kinds = typing.get_args(receiver.Message)
+    seeds = [codec.encode(message) for kind in kinds for message in sound(kind, rng)]
+    name = receiver.__name__.rpartition(".")[2]
+    return Format(
+        name=f"messages to the {name}",
+        share=0.13,
+        seeds=seeds,
+        change=changed_msgpack,
+        read=refuses(msgspec.MsgspecError)(codec.decode),
+    )
+
+
+def _operations(rng: random.Random) -> Format:
+    """As they stand in a stream of Redis: the kind, a NUL, what it says."""
+    kinds = (*typing.get_args(Operation), RollBack)
+    seeds = [b"\0".join(encode_operation(operation)) for kind in kinds for operation in sound(kind, rng)]
+    held: list[SqliteLedger] = []
+    count = 0
+
+    def take(data: bytes) -> None:
+        nonlocal count
+        if count % LEDGER_LIFE == 0:
+            for old in held:
+                old.close()
+            held[:] = [_begun()]
+        count += 1
+        kind, _, said = data.partition(b"\0")
+        replay(held[0], kind, said)
+
+    def change(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+        kind, _, said = data.partition(b"\0")
+        return b"\0".join((kind, changed_msgpack(rng, said, [other.partition(b"\0")[2] for other in others])))
+
+    read = refuses(msgspec.MsgspecError, LedgerError)(take)
+    return Format(name="operations of the ledger", share=0.06, seeds=seeds, change=change, read=read)
+
+
+def _begun() -> SqliteLedger:
+    ledger = SqliteLedger(IN_MEMORY, group_size=2, groups_per_step=1)
+    ledger.apply(Submit(numbers=(0, 1, 7), rows=(0, 1, 2), at_s=0.0))
+    ledger.apply(Move(numbers=(0, 1), state=GroupState.ADMITTED, at_s=0.0, oldest_version=0))
+    return ledger
+
+
+def _turns(rng: random.Random) -> Format:
+    seeds = [encode_turns(sound(Turn, rng, 2)) for _ in range(4 * EXAMPLES)]
+    read = refuses(msgspec.MsgspecError)(decode_turns)
+    return Format(name="turns of an episode", share=0.06, seeds=seeds, change=changed_msgpack, read=read)
+
+
+def _learned(rng: random.Random) -> Format:
+    seeds = [encode_learned(learned) for learned in sound(Learned, rng)]
+    read = refuses(msgspec.MsgspecError)(decode_learned)
+    return Format(name="what a step made of tokens", share=0.02, seeds=seeds, change=changed_msgpack, read=read)
+
+
+def _batches() -> Format:
+    group = {"tokens": [[1, 2, 3], [4, 5]], "masks": [[-100, 2, 3], [-100, 5]], "scores": [1.0, 0.0], "env_id": 0}
+    told = [{"batch": [group, group]}, {"batch": None}, {"status": "error", "message": "no trainer"}]
+
+    def take(data: bytes) -> None:
+        for scored in read_batch(json.loads(data)):
+            for ids, mask in zip(scored.tokens, scored.masks, strict=True):
+                Answers().sampled(ids, mask)
+
+    read = refuses(RunError, DataError, ValueError, RecursionError)(take)  # the last two by the client's own reader
+    seeds = [json.dumps(tree).encode() for tree in told]
+    return Format(name="batches of Atropos", share=0.02, seeds=seeds, change=changed_json, read=read)

@@ -1,0 +1,337 @@
+"""Servers in processes of their own, and what they are sent over real connections: bodies with the token, and whole
+requests, with it and without."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import string
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from headrace.bench.fuzz_change import changed, changed_json
+from headrace.bench.fuzz_hosts import TEMPLATE, TOKEN, UPLOAD_BYTES
+from headrace.environ import program_environment
+from headrace.errors import ComponentDied
+from headrace.flow.ledger.base import Submit
+from headrace.flow.ledger.sqlite import SqliteLedger
+from headrace.models.tiny import TinySpec, make_tiny
+
+CONNECTIONS = 8
+ANSWER_S = 60.0
+"""A server that does not answer for so long hangs."""
+START_S = 120.0
+PER_KEY = 60
+"""Requests of one session before the next one's turn: its conversation grows."""
+_PROGRAM = "from headrace.cli import main; main()"
+Tree = dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Host:
+    """A server that runs."""
+
+    name: str
+    process: subprocess.Popen[str]
+    url: str
+    keys: Sequence[str]
+    log: Path
+    """What it has printed as errors."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Its address."""
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 80
+
+    def trouble(self) -> str:
+        """What shows that it has crashed; empty where nothing does."""
+        if self.process.poll() is not None:
+            return f"{self.name} has ended with exit code {self.process.returncode}"
+        said = self.log.read_text(encoding="utf-8", errors="replace")
+        return f"{self.name} has printed: {said[said.index('Traceback') :][:2000]}" if "Traceback" in said else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveFormat:
+    """One thing that a server is sent."""
+
+    name: str
+    share: float
+    """Of all inputs."""
+    host: Host
+    seeds: Sequence[bytes]
+    """Sound bodies, or sound requests."""
+    path: str = ""
+    """Where bodies are posted to, with a key; empty: the seeds are whole requests."""
+    known: bool = False
+    """Whether whole requests carry the token; else only 401 is right, and 400 for what is no request."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Counted:
+    """What became of the ``inputs`` of one format: ``accepted``, ``refused`` by name, ``crashes`` of whoever read them,
+    and ``forged`` ones that were taken."""
+
+    inputs: int = 0
+    accepted: int = 0
+    refused: int = 0
+    crashes: int = 0
+    forged: int = 0
+    first: list[str] = field(default_factory=list)
+    """What the first crashes and forgeries looked like."""
+
+    def trouble(self, words: str, data: bytes) -> None:
+        """Remember it, while there are few."""
+        if len(self.first) < 3:
+            self.first.append(f"{words[:600]} <- {data[:400]!r}")
+
+
+@contextmanager
+def hosts(scratch: Path) -> Iterator[dict[str, Host]]:
+    """All servers, ended afterwards."""
+    model = make_tiny(
+        scratch / "model",
+        TinySpec(vocab=string.printable, max_positions=256, hidden_size=32, chat_template=TEMPLATE),
+    )
+    (scratch / "run").mkdir()
+    ledger = SqliteLedger(scratch / "run" / "ledger.sqlite", group_size=2, groups_per_step=1)
+    ledger.apply(Submit(numbers=(0,), rows=(0,), at_s=0.0))
+    ledger.close()
+    limits = ("serve.max_tokens=4", "serve.max_n=2", "serve.max_prompts=4", "serve.body_timeout_s=5")
+    own = [sys.executable, "-m", "headrace.bench.fuzz_hosts"]
+    program = [sys.executable, "-c", _PROGRAM]
+    settings = [word for limit in limits for word in ("--set", limit)]
+    commands = {
+        "serve": [*program, "serve", str(model), "--port", "0", "--device", "cpu", *settings],
+        "view": [*program, "view", str(scratch / "run"), "--port", "0", "--no-browser"],
+        "sessions": [*own, "sessions"],
+        "uploads": [*own, "uploads"],
+    }
+    started: dict[str, Host] = {}
+    try:
+        for name, command in commands.items():
+            started[name] = _started(name, command, scratch / f"{name}.log")
+        yield started
+    finally:
+        for host in started.values():
+            host.process.kill()
+            host.process.communicate()
+
+
+def _started(name: str, command: Sequence[str], log: Path) -> Host:
+    variables = {"HEADRACE_SERVE_TOKEN": TOKEN, "HEADRACE_VIEW_TOKEN": TOKEN, "COLUMNS": "300"}
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            env=program_environment(variables),
+        )  # fmt: skip
+    assert process.stdout is not None
+    url, keys = _address(process.stdout)
+    if not url:
+        process.kill()
+        process.communicate()
+        raise ComponentDied(f"{name} did not start: {log.read_text()[-500:]}", remedy="start it by hand")
+    return Host(name=name, process=process, url=url, keys=keys or [TOKEN], log=log)
+
+
+def _address(said: IO[str]) -> tuple[str, list[str]]:
+    """Until it serves; empty where it ends before."""
+    url = ""
+    for line in said:
+        if line.startswith("{"):
+            told = json.loads(line)
+            return told["url"], told["keys"]
+        words = line.split()
+        if words[:1] in (["listening"], ["open"]):
+            url = next(word for word in words if word.startswith("http")).rstrip(";").partition("/?")[0]
+        if words[:1] == ["end"]:
+            return url, []
+    return "", []
+
+
+def live_formats(served: dict[str, Host]) -> list[LiveFormat]:
+    """What each of the servers is sent."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    again = [*messages, {"role": "assistant", "content": "x", "tool_calls": [call]},
+             {"role": "tool", "tool_call_id": "c", "content": "4"}]  # fmt: skip
+    chats: list[Tree] = [
+        {"model": "m", "messages": again, "tools": [tool], "n": 2, "stream": True, "temperature": 1.0, "logprobs": True,
+         "stop": ["a"], "stream_options": {"include_usage": True}},
+        {"messages": messages, "max_tokens": 3},
+    ]  # fmt: skip
+    completions: list[Tree] = [
+        {"prompt": "hello", "max_tokens": 3, "n": 2, "logit_bias": {"3": 5.0}, "stop": ["a"], "seed": 1},
+        {"prompt": [[3, 4], [5]], "max_tokens": 2, "stream": True, "top_k": 2, "kept_sizes": True, "logprobs": 0},
+    ]
+    responses: list[Tree] = [
+        {"model": "m", "input": [{"role": "user", "content": "hi"}], "instructions": "Be brief.", "stream": True,
+         "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}], "store": True},
+    ]  # fmt: skip
+    claude: Tree = {
+        "model": "m", "system": "Be brief.",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    }  # fmt: skip
+    plain: list[Tree] = [{"messages": messages, "max_tokens": 3, "logprobs": True, "top_logprobs": 0}]
+    serve, sessions = served["serve"], served["sessions"]
+
+    def bodies(host: Host, path: str, share: float, trees: Sequence[Tree]) -> LiveFormat:
+        seeds = [json.dumps(tree).encode() for tree in trees]
+        return LiveFormat(name=f"{host.name} {path}", share=share, host=host, seeds=seeds, path=path)
+
+    return [
+        bodies(serve, "/v1/completions", 0.012, completions),
+        bodies(serve, "/v1/chat/completions", 0.012, plain),
+        bodies(sessions, "/v1/chat/completions", 0.012, chats),
+        bodies(sessions, "/v1/responses", 0.008, responses),
+        bodies(sessions, "/v1/messages", 0.008, [{**claude, "max_tokens": 9, "stream": True}]),
+        bodies(sessions, "/v1/messages/count_tokens", 0.004, [claude]),
+        *_requests(served),
+    ]
+
+
+def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
+    """Whole requests, of strangers and of those who have the token."""
+    paths = {
+        "serve": ("/health", "/metrics", "/v1/models", "/v1/models/model", "/nowhere"),
+        "sessions": ("/v1/models", "/v1/chat/completions", "/messages/count_tokens"),
+        "view": ("/", "/api/runs", "/api/runs/0/episodes?order=oldest&limit=5", "/api/runs/0/search?words=a&before=0.0",
+                 "/api/runs/0/timeline?from=0&to=9&bins=9", "/api/runs/0/episodes/0.0/turns/0/0", "/static/js/main.js"),
+        "uploads": (),
+    }  # fmt: skip
+    wrong = ("", "Authorization: Bearer wrong\r\n", "x-api-key: sk-headrace-0-00\r\n", f"Cookie: {'a' * 64}\r\n")
+    for name, host in served.items():
+        asked = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{head}\r\n" for path in paths[name] for head in wrong]
+        asked += [_put("Authorization: Bearer x\r\n"), "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
+                  "Content-Type: application/json\r\nContent-Length: 2\r\nUpgrade: websocket\r\n\r\n{}"]  # fmt: skip
+        yield LiveFormat(name=f"strangers at {name}", share=0.004, host=host, seeds=[text.encode() for text in asked])
+    right = f"Authorization: Bearer {TOKEN}\r\n"
+    asked = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{right}\r\n" for path in paths["view"]]
+    yield LiveFormat(
+        name="requests to view", share=0.004, host=served["view"], seeds=[a.encode() for a in asked], known=True
+    )
+    puts = [_put(right), _put(right, start=10, total=20)]
+    yield LiveFormat(
+        name="requests to uploads", share=0.004, host=served["uploads"], seeds=[p.encode() for p in puts], known=True
+    )
+
+
+def _put(head: str, start: int = 0, total: int = UPLOAD_BYTES // 16) -> str:
+    body = "x" * (total - start)
+    return (
+        f"PUT /weights/1-0123456789abcdef HTTP/1.1\r\nHost: h\r\n{head}Upload-Offset: {start}\r\n"
+        f"Upload-Length: {total}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+async def send_all(what: LiveFormat, count: int, seed: str) -> Counted:
+    """So many inputs, over several connections side by side."""
+    counted = Counted()
+    async with asyncio.TaskGroup() as group:
+        for place in range(CONNECTIONS):
+            share = count // CONNECTIONS + (place < count % CONNECTIONS)
+            rng = random.Random(f"{seed}/{place}")
+            group.create_task(_send(what, share, rng, counted) if what.path else _knock(what, share, rng, counted))
+    return counted
+
+
+async def _send(what: LiveFormat, count: int, rng: random.Random, counted: Counted) -> None:
+    """Bodies to one path, one after the other."""
+    line = _Line(what.host)
+    first = rng.randrange(len(what.host.keys))
+    for number in range(count):
+        sound = number < len(what.seeds)
+        body = what.seeds[number] if sound else changed_json(rng, rng.choice(what.seeds), what.seeds)
+        key = what.host.keys[(first + number // PER_KEY) % len(what.host.keys)]
+        head = (
+            f"POST {what.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        status = await line.ask(head.encode() + body)
+        counted.inputs += 1
+        if status == 200:
+            counted.accepted += 1
+        elif sound or status in (500, -1):
+            counted.crashes += 1
+            counted.trouble(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
+        else:
+            counted.refused += 1
+    line.close()
+
+
+async def _knock(what: LiveFormat, count: int, rng: random.Random, counted: Counted) -> None:
+    """Whole requests, each over a connection of its own."""
+    for _ in range(count):
+        data = changed(rng, rng.choice(what.seeds), what.seeds)
+        line = _Line(what.host)
+        status = await line.ask(data, last=True)
+        line.close()
+        counted.inputs += 1
+        if status in (-1, 500):
+            counted.crashes += 1
+            counted.trouble(f"status {status}", data)
+        elif what.known or status in (0, 400, 401):
+            counted.accepted += 200 <= status < 400
+            counted.refused += not 200 <= status < 400
+        else:
+            counted.forged += 1
+            counted.trouble(f"status {status} without the token", data)
+
+
+class _Line:
+    """A connection, made again when it was cut."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._ends: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, data: bytes, *, last: bool = False) -> int:
+        """The status of the answer; 0: it was cut, −1: nothing has come. ``last``: nothing more will be sent."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._ask(data, last=last)
+        except TimeoutError:
+            self.close()
+            return -1
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            self.close()
+            return 0
+
+    async def _ask(self, data: bytes, *, last: bool) -> int:
+        if self._ends is None:
+            self._ends = await asyncio.open_connection(*self._host.place)
+        reader, writer = self._ends
+        writer.write(data)
+        if last:
+            writer.write_eof()
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        status = int(head.split(b" ", 2)[1][:3])
+        await _body(reader, head)
+        if b"connection: close" in head:
+            self.close()
+        return status
+
+    def close(self) -> None:
+        if self._ends is not None:
+            with suppress(OSError):
+                self._ends[1].close()
+            self._ends = None
+
+
+async def _body(reader: asyncio.StreamReader, head: bytes) -> None:
+    if b"transfer-encoding: chunked" in head:
+        while size := int((await reader.readline()).strip() or b"0", 16):
+            await reader.readexactly(size + 2)
+        await reader.readline()
+    elif b"content-length:" in head:
+        await reader.readexactly(int(head.partition(b"content-length:")[2].split(b"\r\n")[0]))

@@ -1,0 +1,191 @@
+"""Without its token a server answers 401 and nothing else: every route of its own router, every method, and whatever is
+no route."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import http.client
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+
+from headrace.clock import RealClock
+from headrace.engine.server.app import State
+from headrace.engine.server.app import make_app as make_server
+from headrace.observe import RunFacts
+from headrace.observe.writers.prometheus import TOKEN_FILE, Prometheus
+from headrace.rollout.endpoint.app import Desk
+from headrace.rollout.endpoint.app import make_app as make_endpoint
+from headrace.rollout.endpoint.base import Limits
+from headrace.rollout.endpoint.sessions import Sessions
+from headrace.sync.http import HttpInbox
+from headrace.view import OpenRun
+from headrace.view.app import make_app as make_view
+from tests.view.synthetic import write_run
+
+SOURCE = Path(__file__).parents[2] / "src" / "headrace"
+TOKEN = "right horse battery staple"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
+NOWHERE = ("/", "/nowhere", "/v1", "/.env", "/v1/models/../../x", "/weights/1-0123456789abcdef", "//", "/%00")
+WRONG = (
+    {},
+    {"authorization": "Bearer "},
+    {"authorization": f"Bearer {TOKEN[:-1]}"},
+    {"authorization": f"Bearer {TOKEN}x"},
+    {"authorization": f"Basic {TOKEN}"},
+    {"authorization": TOKEN},
+    {"x-api-key": "sk-headrace-0-0000"},
+    {"cookie": f"headrace_view={TOKEN}; token={TOKEN}"},
+)
+SERVERS = {
+    "bench/slow_judge.py": "a judge that only waits, of a benchmark's own, on loopback",
+    "bridges/atropos.py": "the application of engine/server/app.py, with a token of its own",
+    "engine/server/app.py": "tested here",
+    "engine/server/run.py": "the application of engine/server/app.py",
+    "observe/writers/prometheus.py": "tested here",
+    "rollout/endpoint/app.py": "tested here",
+    "rollout/endpoint/serving.py": "the application of rollout/endpoint/app.py",
+    "sync/http.py": "tested here",
+    "testing/engine_servers.py": "fakes of vLLM and SGLang on loopback, for tests alone",
+    "view/app.py": "tested here",
+    "view/serving.py": "the application of view/app.py",
+}
+"""Whatever listens to HTTP in the library, and where its door is tested."""
+
+
+def paths_of(app: Any) -> Iterator[str]:
+    """One path of every route of an application, out of its router."""
+    router = app._app
+    assert isinstance(router, Starlette)
+    for route in router.routes:
+        if isinstance(route, Mount):
+            yield from (route.path, f"{route.path}/js/main.js")
+        else:
+            assert isinstance(route, Route)
+            yield re.sub(r"\{(\w+):int\}", "0", re.sub(r"\{(\w+)(:path)?\}", "x", route.path))
+
+
+def application(kind: str, directory: Path) -> Any:
+    if kind == "serve":
+        return make_server(State(), TOKEN)
+    if kind == "view":
+        runs = [OpenRun(write_run(directory / "run", steps=1), RealClock())]
+        return make_view(runs, clock=RealClock(), token=TOKEN, ending=lambda: True)
+    limits = Limits(delay_s=0.0)
+    return make_endpoint(
+        Desk(sessions=Sessions(limits), limits=limits, clock=RealClock(), on_wish=lambda name, value: None)
+    )
+
+
+@pytest.mark.parametrize("kind", ["serve", "sessions", "view"])
+def test_every_route_and_every_other_path_answers_401_and_nothing_else(kind: str, tmp_path: Path) -> None:
+    app = application(kind, tmp_path)
+    paths = list(paths_of(app))
+    assert len(paths) > 5
+
+    questions = [
+        (method, path, headers)
+        for number, path in enumerate((*paths, *NOWHERE))
+        for method in METHODS
+        for headers in (WRONG if number == 0 else (WRONG[number % len(WRONG)],))
+    ]
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for method, path, headers in questions:
+                answer = await client.request(method, path, headers=headers, content=b'{"a": 1}')
+                assert answer.status_code == 401, (method, path, headers)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                asks = kind == "view" and answer.url.path == "/"
+                assert asks or answer.content == b"", (method, path)
+
+    asyncio.run(ask())
+
+
+def test_with_the_token_the_same_paths_are_there(tmp_path: Path) -> None:
+    for kind in ("serve", "view"):
+        app = application(kind, tmp_path / kind)
+
+        async def ask(app: Any = app) -> list[int]:
+            headers = {"authorization": f"Bearer {TOKEN}"}
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+                return [(await client.get(path, headers=headers)).status_code for path in paths_of(app)]
+
+        assert 401 not in asyncio.run(ask())
+
+
+def raw(url: str, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=10)
+    try:
+        connection.putrequest(method, path, skip_host=False, skip_accept_encoding=True)
+        for name, value in {**headers, "content-length": "0"}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+@pytest.fixture(params=["uploads", "prometheus"])
+def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The servers of the standard library's kind, on their ports."""
+    if request.param == "uploads":
+        inbox = HttpInbox(TOKEN, 1000, 10.0)
+        yield inbox.address
+        inbox.close()
+        return
+    (tmp_path / TOKEN_FILE).write_text(TOKEN)
+    writer = Prometheus(port=19465).open(RunFacts(run_dir=tmp_path, config={}))
+    yield "http://127.0.0.1:19465"
+    writer.close()
+
+
+def test_other_servers_answer_401_to_every_method_and_path(listening: str) -> None:
+    for path in ("/metrics", *NOWHERE[1:5]):
+        for method in METHODS:
+            for headers in WRONG[:3]:
+                status, body, told = raw(listening, method, path, headers)
+                assert (status, body) == (401, b""), (method, path)
+                assert told["WWW-Authenticate"] == "Bearer"
+                assert "Headrace" not in str(told)
+
+
+def trees(words: str) -> Iterator[tuple[Path, list[ast.AST]]]:
+    """The files of the library in which ``words`` are found."""
+    for file in SOURCE.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if re.search(words, text):
+            yield file, list(ast.walk(ast.parse(text)))
+
+
+def test_every_server_of_the_library_is_named_here() -> None:
+    serves = {"Starlette", "uvicorn.Config", "make_server", "start_http_server", "asyncio.start_server"}
+    handles = {"BaseHTTPRequestHandler", "ThreadingHTTPServer", "HTTPServer", "WSGIServer"}
+    found = set()
+    for file, nodes in trees("|".join(serves | handles)):
+        calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+        bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
+        if calls & serves or bases & handles:
+            found.add(str(file.relative_to(SOURCE)))
+    assert found == SERVERS.keys()
+
+
+def test_tokens_are_compared_in_constant_time_alone() -> None:
+    """No ``==`` or ``!=`` with a token, key or secret on either side."""
+    secret = re.compile(r"(?i)(^|[._])(token|api_key|secret|bearer|given_key)$")
+    for file, nodes in trees(r"(?i)(token|api_key|secret|bearer)\s*[!=]=|[!=]=.*(token|api_key|secret|bearer)\b"):
+        for node in nodes:
+            if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
+                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+                assert not any(secret.search(side) for side in sides), f"{file}:{node.lineno}: {sides}"

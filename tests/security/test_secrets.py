@@ -1,0 +1,143 @@
+"""A real run with every kind of secret: none of them is left anywhere that others could read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+from starlette.testclient import TestClient
+
+from headrace.clock import RealClock
+from headrace.environ import RUN_TOKEN
+from headrace.errors import ConfigError
+from headrace.flow.config import FlowConfig
+from headrace.flow.ledger.opening import open_ledger
+from headrace.view import OpenRun
+from headrace.view.app import make_app
+from tests.flow.redis_server import started
+from tests.session.runs import make_run, running
+from tests.view.browsing import LET_IN, TOKEN
+
+JUDGE_KEY = "sk-judge-5d41402abc4b2a76b9719d911017c592"
+PASSWORD = "redis-7d793037a0760186574b0282f2f435e7"
+REPLY = json.dumps({"choices": [{"message": {"content": '{"score": 5}'}}]}).encode()
+
+
+class Judge(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        right = self.headers["authorization"] == f"Bearer {JUDGE_KEY}"
+        self.send_response(200 if right else 401)
+        self.send_header("content-length", str(len(REPLY)))
+        self.end_headers()
+        self.wfile.write(REPLY)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def judge() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def arguments_of(pid: int) -> str:
+    """The command lines of a process and of all that it has started."""
+    parent = psutil.Process(pid)
+    return "\n".join(" ".join(process.cmdline()) for process in (parent, *parent.children(recursive=True)))
+
+
+def token_of(pid: int) -> str:
+    """The run's, from the environment of one of its processes, which only this user can read."""
+    found = {child.environ().get(RUN_TOKEN, "") for child in psutil.Process(pid).children(recursive=True)} - {""}
+    (token,) = found
+    return token
+
+
+def test_no_secret_of_a_run_is_left_in_what_it_writes_says_or_shows(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = pytest.importorskip("redis")
+    server = started(tmp_path / "redis")
+    monkeypatch.setenv("JUDGE_KEY", JUDGE_KEY)
+    monkeypatch.setenv("LEDGER_PASSWORD", PASSWORD)
+    admin = redis.Redis(unix_socket_path=str(server.socket))
+    admin.config_set("requirepass", PASSWORD)
+    admin.close()
+    try:
+        with judge() as url:
+            run_file = make_run(
+                tmp_path / "it", model_dir, sync={"transport": "http"}, env={"reward_workers": 1},
+                flow={"ledger": "redis", "ledger_url": server.url, "ledger_password_env": "LEDGER_PASSWORD"},
+            )  # fmt: skip
+            text = run_file.read_text().replace('reward = "reward.py:reward"\n', "")
+            text += f'[[env.rewards]]\nkind = "judge"\nbase_url = "{url}"\nmodel = "m"\napi_key_env = "JUDGE_KEY"\n'
+            text += '[[observe.writers]]\nkind = "prometheus"\nport = 19467\n'
+            run_file.write_text(text)
+            with running("train", run_file) as life:
+                life.until_step()
+                arguments, token = arguments_of(life.process.pid), token_of(life.process.pid)
+                said = life.rest() + "".join(life.lines)
+            assert life.process.returncode == 0, said
+        run_dir = run_file.parent / "run"
+        metrics = (run_dir / "metrics.token").read_text()
+        secrets = {"the judge's key": JUDGE_KEY, "the password": PASSWORD, "the token": token, "the metrics'": metrics}
+        ledger = open_ledger(run_dir)
+        notes = str(ledger.notes())
+        ledger.close()
+        kept = (server.directory / "appendonlydir").rglob("*")
+        places = {"arguments": arguments, "output": said, "notes": notes, "the view": shown(run_dir)}
+        places |= {
+            str(path): path.read_bytes().decode("latin-1") for path in [*run_dir.rglob("*"), *kept] if path.is_file()
+        }
+        assert len(places) > 10
+        for place, words in places.items():
+            for name, secret in secrets.items():
+                own = place.endswith("metrics.token") and secret == metrics
+                assert own or secret not in words, f"{name} is in {place}"
+        assert (run_dir / "metrics.token").stat().st_mode & 0o077 == 0
+    finally:
+        server.kill()
+
+
+def shown(run_dir: Path) -> str:
+    """Everything that the dashboard tells of a run as a whole."""
+    run = OpenRun(run_dir, RealClock())
+    app = make_app([run], clock=RealClock(), token=TOKEN, ending=lambda: True)
+    with TestClient(app, headers=LET_IN) as client:
+        pages = ("overview", "system", "metrics", "flow", "timeline", "series?names=reward_mean")
+        told = [client.get(f"/api/runs/0/{page}").text for page in pages]
+        told += [client.get("/api/compare").text, client.get("/api/runs").text]
+    run.close()
+    return "\n".join(told)
+
+
+@pytest.mark.parametrize("url", ["redis://user:hush@host/0", "redis://:hush@host", "unix:///r.sock?password=hush"])
+def test_a_password_in_the_settings_is_refused_without_being_said(url: str) -> None:
+    with pytest.raises(ValueError, match="ledger_url holds a password") as refused:
+        FlowConfig.model_validate({"ledger": "redis", "ledger_url": url})
+    words = str(refused.value).partition("[type=")[0]
+    assert "hush" not in words
+    assert "ledger_password_env" in words
+
+
+def test_a_password_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.flow.ledger.redis import RedisLedger
+
+    monkeypatch.delenv("LEDGER_PASSWORD", raising=False)
+    with pytest.raises(ConfigError, match=r"LEDGER_PASSWORD.* is not set"):
+        RedisLedger("redis://127.0.0.1:1", "r", group_size=2, groups_per_step=1, password_env="LEDGER_PASSWORD")
