@@ -6,10 +6,11 @@ import http.client
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from headrace.clock import RealClock
 from headrace.errors import ConfigError, NeedsFull, WeightsError
 from headrace.sync import http as uploads
 from headrace.sync.base import BUCKET_BYTES
@@ -219,6 +221,25 @@ def test_upload_that_stops_is_named_with_what_arrived(monkeypatch: pytest.Monkey
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(0)
         assert equal(pair.engine, pair.expected())
+
+
+def test_silent_engines_cost_one_deadline_together_and_the_others_get_the_version() -> None:
+    deadline_s = 0.5
+    tensors = {"w": torch.arange(5000.0)}
+    receiver = make_receiver(Route(transport="http", deadline_s=5.0), {"w": torch.zeros(5000)}, TOKEN)
+    publisher = make_publisher(Route(transport="http", deadline_s=deadline_s), tensors, TOKEN)
+    publisher.copy(0)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]  # they never answer
+        others = [f"http://127.0.0.1:{server.getsockname()[1]}" for server in silent]
+        start_s = RealClock().now()
+        with pytest.raises(WeightsError, match=f"could not be uploaded to {others[0]}, which may be silent"):
+            publisher.announce(1, 0, [*others, receiver.address])
+        assert RealClock().now() - start_s < 3 * deadline_s
+    upload = receiver._inbox._upload
+    assert upload is not None
+    assert upload.received >= 4 * 5000
+    receiver.close()
 
 
 def test_engine_that_is_gone_is_named_by_the_learner() -> None:

@@ -20,6 +20,7 @@ import secrets
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -37,8 +38,12 @@ _PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
 _NUMBER = re.compile(r"\d{1,18}")
 
 
+MOST_UPLOADS = 16
+"""Engines that are served at once."""
+
+
 class HttpOutbox:
-    """Uploads to every receiver, one after the other."""
+    """Uploads to all receivers at once: a slow one, or a silent one, does not delay what the others get."""
 
     def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
@@ -48,21 +53,25 @@ class HttpOutbox:
 
     def send(self, parcel: Parcel) -> str:
         key = f"{parcel.version}-{secrets.token_hex(8)}"
-        for url in parcel.to:
-            try:
-                self._upload(url, key, parcel)
-            except (OSError, http.client.HTTPException) as error:
-                raise WeightsError(
-                    f"version {parcel.version} could not be uploaded to {url}, which may be silent for at most "
-                    f"{self._deadline_s:g} s: {type(error).__name__}: {error}",
-                    remedy="look at the engine's log; raise sync.deadline_s on a slow network",
-                ) from None
+        with ThreadPoolExecutor(max_workers=MOST_UPLOADS, thread_name_prefix="upload") as uploads:
+            for done in [uploads.submit(self._upload, url, key, parcel) for url in parcel.to]:
+                done.result()
         return key
 
     def close(self) -> None:
         """No connection is kept."""
 
     def _upload(self, url: str, key: str, parcel: Parcel) -> None:
+        try:
+            self._put(url, key, parcel)
+        except (OSError, http.client.HTTPException) as error:
+            raise WeightsError(
+                f"version {parcel.version} could not be uploaded to {url}, which may be silent for at most "
+                f"{self._deadline_s:g} s: {type(error).__name__}: {error}",
+                remedy="look at the engine's log; raise sync.deadline_s on a slow network",
+            ) from None
+
+    def _put(self, url: str, key: str, parcel: Parcel) -> None:
         place = urlsplit(url)
         connection = self._connection(place.hostname or "", place.port)
         try:
