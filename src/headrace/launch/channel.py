@@ -83,10 +83,14 @@ class PartChannel:
             self._context.destroy(0)
             raise
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether a message is there, or comes within ``timeout_s``."""
+        return bool(self._orders.poll(timeout_s * 1000))
+
     def receive(self, timeout_s: float) -> list[Any]:
         """Every message that is there; waits up to ``timeout_s`` for the first."""
         messages: list[Any] = []
-        if not self._orders.poll(timeout_s * 1000):
+        if not self.wait(timeout_s):
             return messages
         while True:
             try:

@@ -147,10 +147,7 @@ class EngineHost:
         """Orders, step, report, again; returns when told to shut down."""
         while True:
             chunks: list[Chunk] = []
-            messages = self._receive()
-            if messages and self._busy_since is None:
-                self._busy_since = self._clock.now()
-            for message in messages:
+            for message in self._receive():
                 if isinstance(message, Shutdown):
                     return
                 chunks += self._obey(message)
@@ -174,7 +171,9 @@ class EngineHost:
             idle = self._gate.lacks(self._steps)
         if idle:
             self._cores.rest()
-        messages: list[Message] = self._channel.receive(IDLE_S if idle else 0)
+            if self._channel.wait(IDLE_S) and self._busy_since is None:
+                self._busy_since = self._clock.now()  # reading a batch of requests is work
+        messages: list[Message] = self._channel.receive(0)
         if self._gate is not None:
             messages = self._gate.release(messages, self._steps)
         if self._scribe is not None:
