@@ -133,6 +133,25 @@ def test_a_damaged_last_line_is_skipped(tmp_path: Path) -> None:
     assert read_jsonl(path, Span) == SPANS[:2]
 
 
+def test_lines_that_are_left_out_are_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write(path, SPANS)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b'{"lane": 3}', *lines[2:-1], b"step,loss", b""]))
+    told: list[str] = []
+    assert read_jsonl(path, Span, told.append) == [SPANS[0], *SPANS[2:]]
+    assert len(told) == 1
+    assert "line 2 is not a Span" in told[0]
+    assert "nor are 1 others" in told[0]
+
+
+def test_a_file_of_somebody_else_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("step,loss\n")
+    with pytest.raises(DataError, match="line 1 is not a StepRecord"):
+        read_steps(path)
+
+
 def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = [step(number, reward_mean=0.1) for number in range(5)]

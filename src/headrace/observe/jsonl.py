@@ -6,7 +6,7 @@ before it appends, so that it never ends up glued to the next record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -82,37 +82,42 @@ class JsonlWriter(Generic[R]):
         )
 
 
-def read_jsonl(path: Path, kind: type[R]) -> list[R]:
+def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None = None) -> list[R]:
     """Every record of the file, but for a torn last line: the file of a killed or a running process.
 
-    Raises :class:`~headrace.errors.DataError` naming file and line where another line is not a ``kind``.
+    Raises :class:`~headrace.errors.DataError` naming file and line where another line, or the only one, is not a
+    ``kind``. With ``skipped`` all such lines are left out, and it is told of them, once.
     """
     try:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", remedy="name a run directory") from None
     decoder = msgspec.json.Decoder(kind)
-    lines = data.split(b"\n")
+    lines = [(number, line) for number, line in enumerate(data.split(b"\n")[:-1], start=1) if line.strip()]
     records: list[R] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        if not line.strip():
-            continue
+    strange: list[tuple[int, str]] = []
+    for number, line in lines:
         try:
             records.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if any(later.strip() for later in lines[number:]):
-                raise DataError(
-                    f"{path}, line {number} is not a {kind.__name__}: {error}",
-                    remedy="remove that line, or name the directory of a Headrace run",
-                ) from None
+            strange.append((number, f"line {number} is not a {kind.__name__}: {error}"))
+    if not strange:
+        return records
+    at, words = strange[0]
+    torn = bool(records) and at == lines[-1][0]
+    if skipped is not None:
+        others = f", nor are {len(strange) - 1} others" if len(strange) > 1 else ""
+        skipped(f"{path}, {words}{others}")
+    elif not torn:
+        raise DataError(f"{path}, {words}", remedy="remove that line, or name the directory of a Headrace run")
     return records
 
 
-def read_steps(path: Path) -> list[StepRecord]:
+def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list[StepRecord]:
     """The steps that count, in order: a run that resumed from a checkpoint wrote some steps again, and the later line
     is the true one. Errors as :func:`read_jsonl`."""
     kept: list[StepRecord] = []
-    for record in read_jsonl(path, StepRecord):
+    for record in read_jsonl(path, StepRecord, skipped):
         while kept and kept[-1].step >= record.step:
             kept.pop()
         kept.append(record)

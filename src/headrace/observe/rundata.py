@@ -93,8 +93,8 @@ def load_run(run_dir: Path) -> RunData:
     metrics, trace = run_dir / METRICS_FILE, run_dir / TRACE_FILE
     return RunData(
         directory=run_dir,
-        steps=_try(lambda: read_steps(metrics), metrics, [], notes),
-        spans=_try(lambda: _sound(read_jsonl(trace, Span)), trace, [], notes),
+        steps=_try(lambda: read_steps(metrics, notes.append), metrics, [], notes),
+        spans=_try(lambda: _sound(read_jsonl(trace, Span, notes.append)), trace, [], notes),
         summary=_try(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
         config=_try(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
         events=_events(run_dir, notes),
@@ -104,7 +104,7 @@ def load_run(run_dir: Path) -> RunData:
 
 def _events(run_dir: Path, notes: list[str]) -> list[Event]:
     path = run_dir / EVENTS_FILE
-    return _try(lambda: read_jsonl(path, Event), path, [], notes) if path.exists() else []
+    return _try(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
 
 def _try(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
