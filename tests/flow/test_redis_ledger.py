@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.clock import RealClock
 from headrace.errors import LedgerError
+from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import Fates
 from headrace.flow.ledger.base import Note
+from headrace.flow.ledger.opening import make_ledger
 from headrace.flow.ledger.redis import RedisLedger
 from headrace.testing.ledgers import commit, ready, running, trained
 from tests.flow.redis_server import RedisServer, started
@@ -118,6 +122,49 @@ def test_ledger_of_other_sizes_or_none_at_all_is_refused(redis: RedisServer) -> 
     opened(redis).close()
     with pytest.raises(LedgerError, match="begun with 2"):
         opened(redis, group_size=3)
+
+
+def test_new_run_in_an_emptied_directory_takes_nothing_from_the_one_before(redis: RedisServer, tmp_path: Path) -> None:
+    config = FlowConfig(ledger="redis", ledger_url=redis.url)
+    for _ in range(2):
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        ledger = make_ledger(config, run_dir)
+        assert ledger.conservation().groups == Fates()
+        for operation in ready(0):
+            ledger.apply(operation)
+        ledger.close()
+        shutil.rmtree(run_dir)
+
+
+def test_run_that_was_moved_finds_its_ledger_and_begins_no_other(redis: RedisServer, tmp_path: Path) -> None:
+    config = FlowConfig(ledger="redis", ledger_url=redis.url)
+    (tmp_path / "run").mkdir()
+    ledger = make_ledger(config, tmp_path / "run")
+    for operation in ready(0):
+        ledger.apply(operation)
+    ledger.close()
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    ledger = make_ledger(config, moved)
+    assert ledger.conservation().groups == Fates(submitted=1, in_flight=1)
+    ledger.close()
+    elsewhere = config.model_copy(update={"ledger_url": f"{redis.url}?db=1"})
+    with pytest.raises(LedgerError, match="no ledger"):
+        make_ledger(elsewhere, moved)
+
+
+def test_server_that_hangs_is_waited_for_no_longer_than_one_that_is_away(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.flow.ledger.redis.ANSWER_S", 0.3)
+    ledger = opened(redis, outage_s=0.5)
+    assert redis.process is not None
+    redis.process.send_signal(signal.SIGSTOP)
+    began_s = RealClock().now()
+    with pytest.raises(LedgerError, match="cannot be reached"):
+        ledger.apply(running(0)[0])
+    assert RealClock().now() - began_s < 1.2  # two questions; its waits alone add up to 0.5 s after four
+    ledger.close()
 
 
 def test_entry_that_cannot_be_read_is_named(redis: RedisServer) -> None:

@@ -65,6 +65,11 @@ def test_scoring_counts_only_while_engine_and_learner_stand_idle() -> None:
     assert found.sync == 0.0
 
 
+def test_the_time_in_which_both_work_is_measured() -> None:
+    spans = [span("engine-1", 0, 4), span("engine-2", 1, 2), span("learner", 3, 6, "train")]
+    assert account(spans, (0, 10)).together_s == pytest.approx(0.5)  # the mean of both engines
+
+
 def test_sync_counts_while_the_learner_copies_and_while_both_wait_for_weights() -> None:
     spans = [
         span("learner", 0, 4, "train"),

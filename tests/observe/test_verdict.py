@@ -42,6 +42,13 @@ def test_each_way_of_waiting_has_its_verdict(times: Account, bound: Bound, perce
     assert str(verdict).startswith(f"{bound}: ")
 
 
+def test_two_sides_that_work_at_once_are_not_said_to_take_turns() -> None:
+    verdict = judge(account(engine_idle=0.66, learner_idle=0.38, together_s=21.0))
+    assert verdict.bound is Bound.LEARNER
+    assert verdict.advice.startswith("The learner stands idle too: raise flow.lead")
+    assert judge(account(engine_idle=0.66, learner_idle=0.38, together_s=10.0)).bound is Bound.TURNS
+
+
 def test_a_run_in_which_nobody_waits_long_is_balanced_and_needs_no_advice() -> None:
     verdict = judge(account(engine_idle=0.06, learner_idle=0.09, scoring_s=2.0, sync_s=3.0))
     assert verdict.bound is Bound.BALANCED

@@ -54,6 +54,12 @@ def test_overview_says_state_verdict_and_figures(client: TestClient) -> None:
     assert told["notes"] == []
 
 
+def test_the_name_of_a_run_cannot_turn_the_line_round(tmp_path: Path) -> None:
+    run = OpenRun(write_run(tmp_path / "run", steps=1, name="a\u202eb\x1b[31m"), RealClock())
+    assert run.name == r"a\u202eb\x1b[31m"
+    run.close()
+
+
 def test_series_are_columns_under_registered_names(client: TestClient) -> None:
     found = ask(client, "series?names=reward_mean,loss,nothing_like_it")
     assert found["step"] == [1, 2, 3, 4, 5, 6]

@@ -214,6 +214,17 @@ def test_filters_are_kept_in_the_address_and_colours_can_be_chosen(tab: Watched)
     assert tab.errors == []
 
 
+def test_of_a_ledger_that_cannot_be_read_nothing_is_claimed(chromium: Any, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=2)
+    (directory / "ledger.sqlite").write_bytes(b"no ledger at all" * 300)
+    with viewed(directory) as address:
+        watched = Watched(chromium.new_page(), address)
+        watched.open("flow")
+        watched.tab.get_by_text("file is not a database").wait_for()
+        assert "Nothing has been submitted" not in watched.tab.inner_text("main")
+        watched.tab.close()
+
+
 def test_a_token_opens_the_view_and_leaves_the_address(chromium: Any, run_dir: Path) -> None:
     with viewed(run_dir, "--token", "sesame") as address:
         assert address.endswith("/?token=sesame")

@@ -25,6 +25,7 @@ def watch(
     from headrace.observe.terminal import LiveView, draw
 
     out = console()
+    out.soft_wrap = False  # a picture is drawn for the width of the terminal; its sentences go on in the next line
     state = _read(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))

@@ -121,6 +121,7 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         engine_busy_s=sum(map(seconds, each)) / max(1, len(each)),
         prefill_s=sum(map(seconds, prompts)) / max(1, len(each)),
         learner_busy_s=seconds(learner),
+        together_s=sum(seconds(intersection(engine, learner)) for engine in each) / max(1, len(each)),
         scoring_s=seconds(intersection(when("scoring", _works), both_idle)),
         sync_s=seconds(union([*exposed, *commits, *waits_for_weights])),
         exposed_sync_s=seconds(exposed),

@@ -30,7 +30,7 @@ class Bound(enum.StrEnum):
     SYNC = "sync-bound"
     """Somebody waits for weights."""
     TURNS = "taking turns"
-    """Engine and learner work one after the other, never together."""
+    """Engine and learner mostly work one after the other."""
     BALANCED = "balanced"
     """Nobody waits long."""
 
@@ -80,7 +80,7 @@ _ADVICE = {
     Bound.TURNS: "Let them overlap: set flow.max_age >= 1; where it is, raise flow.max_age and flow.lead.",
     Bound.BALANCED: "",
 }
-_RUN_AHEAD = "The engine stands idle too: raise flow.lead (and flow.max_age, which bounds it)."
+_RUN_AHEAD = "The {idle} stands idle too: raise flow.lead (and flow.max_age, which bounds it)."
 
 
 def judge(account: Account) -> Verdict:
@@ -93,7 +93,9 @@ def judge(account: Account) -> Verdict:
     bound, frac = _bound(account)
     advice = _ADVICE[bound]
     if bound is Bound.GENERATION and account.engine_idle > 2 * SMALL:
-        advice = _RUN_AHEAD
+        advice = _RUN_AHEAD.format(idle="engine")
+    elif bound is Bound.LEARNER and account.learner_idle > 2 * SMALL:
+        advice = _RUN_AHEAD.format(idle="learner")
     cost = _cost(bound, frac, account)
     kind = "sampled" if bound is Bound.LEARNER else "trained"
     costs = f" It costs {number(cost)} {kind} tokens/s." if cost else ""
@@ -119,7 +121,8 @@ def _bound(a: Account) -> tuple[Bound, float]:
         return Bound.STRAGGLERS, stragglers
     if learner >= SMALL and a.of_time(a.held_back_s) >= MOSTLY:
         return Bound.CAPACITY, learner
-    if min(engine, learner) >= SMALL and engine + learner >= 0.9:
+    overlap = a.together_s > MOSTLY * min(a.engine_busy_s, a.learner_busy_s)
+    if min(engine, learner) >= SMALL and engine + learner >= 0.9 and not overlap:
         return Bound.TURNS, min(1 - engine, 1 - learner)
     if learner < engine:
         return Bound.LEARNER, engine
@@ -158,7 +161,7 @@ def _finding(bound: Bound, a: Account) -> str:
         case Bound.SYNC:
             return f"{a.sync:.0%} of the time somebody stands still because weights are on their way."
         case Bound.TURNS:
-            return f"the engine works {engine} of the time and the learner {learner}, hardly ever both at once."
+            return f"the engine works {engine} of the time and the learner {learner}, mostly one after the other."
         case Bound.BALANCED:
             return f"the engine works {engine} of the time, the learner {learner}."
 

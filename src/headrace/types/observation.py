@@ -104,6 +104,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, on prompts."""
     learner_busy_s: float = 0.0
     """The learner trained, copied its weights or saved them."""
+    together_s: float = 0.0
+    """An engine and the learner worked at once; of several engines, their mean."""
     scoring_s: float = 0.0
     """Engine and learner both stood idle while a reward was being computed."""
     sync_s: float = 0.0

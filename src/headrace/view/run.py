@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.clock import Clock
-from headrace.errors import DataError, HeadraceError
+from headrace.errors import DataError, HeadraceError, visible
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE
@@ -70,7 +70,7 @@ class OpenRun:
         """What people call it."""
         own = self.directory.resolve()
         shown = str(self.config.section("run").get("name") or "") or own.name
-        return f"{own.parent.name}/{own.name}" if shown == "run" else shown
+        return visible(f"{own.parent.name}/{own.name}" if shown == "run" else shown)
 
     @property
     def steps(self) -> list[StepRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 SQLITE_FILE = "ledger.sqlite"
 REDIS_FILE = "ledger.redis"
 """Says where the ledger is of a run that keeps it on a Redis server: a line each for the URL, the name, and the
-environment variable of the password, where there is one."""
+environment variable of the password, where there is one. The name is a new run's own: no other in a directory of the
+same path takes it for its own."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
@@ -30,13 +32,15 @@ def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
 def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
     from headrace.flow.ledger.redis import RedisLedger
 
-    name = str(run_dir)
+    file = run_dir / REDIS_FILE
+    begun = file.exists()
+    name = file.read_text(encoding="utf-8").splitlines()[1] if begun else f"{run_dir}:{secrets.token_hex(8)}"
     ledger = RedisLedger(
         config.ledger_url, name, group_size=config.group_size, groups_per_step=config.groups_per_step,
-        password_env=config.ledger_password_env,
+        password_env=config.ledger_password_env, begun=begun,
     )  # fmt: skip
     lines = (config.ledger_url, name, config.ledger_password_env)
-    (run_dir / REDIS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return ledger
 
 

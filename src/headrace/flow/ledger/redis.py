@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.clock import RealClock
 from headrace.environ import secret
 from headrace.errors import ConfigError, LedgerError
 from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled
@@ -51,7 +52,8 @@ return 'recorded'
 
 
 class RedisLedger:
-    """The ledger ``name`` on the server at ``url``; begun where there is none, if the sizes of the run are given.
+    """The ledger ``name`` on the server at ``url``; begun where there is none, if the sizes of the run are given and it
+    is not said to have ``begun``.
 
     The server must append to a file (``appendonly yes``), or a restart would lose the run; with ``appendfsync
     everysec``, its default then, a loss of power can cost the last second.
@@ -59,7 +61,7 @@ class RedisLedger:
 
     def __init__(  # gate: parameters - where it is, and what it is begun with
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
-        outage_s: float = OUTAGE_S, password_env: str = "",
+        outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
         self._redis = _client()
         self._where = f"{name} at {_without_password(url)}"
@@ -80,7 +82,7 @@ class RedisLedger:
             ) from None
         self._append = self._server.register_script(_APPEND)
         self._refuse_forgetful()
-        sizes = self._sizes(group_size, groups_per_step)
+        sizes = self._sizes(group_size, groups_per_step, begin=not begun)
         self._index = SqliteLedger(
             UNNAMED, group_size=sizes["group_size"], groups_per_step=sizes["groups_per_step"]
         )  # fmt: skip
@@ -189,15 +191,15 @@ class RedisLedger:
                 remedy="redis-cli config set appendonly yes, and appendonly yes in its redis.conf",
             )
 
-    def _sizes(self, group_size: int | None, groups_per_step: int | None) -> dict[str, int]:
+    def _sizes(self, group_size: int | None, groups_per_step: int | None, *, begin: bool) -> dict[str, int]:
         given = {"group_size": group_size, "groups_per_step": groups_per_step}
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
-        if len(new) == 3:
+        if begin and len(new) == 3:
             for key, value in new.items():
                 self._ask(partial(self._server.hsetnx, self._meta, key, value))
         found = {key.decode(): int(value) for key, value in self._ask(lambda: self._server.hgetall(self._meta)).items()}
         if not found:
-            raise LedgerError(f"no ledger {self._where}", remedy="give the directory of a run that kept it there")
+            raise LedgerError(f"no ledger {self._where}", remedy="give its server, and the directory of its run")
         if found["format"] > FORMAT:
             raise LedgerError(
                 f"{self._where} has ledger format {found['format']}, this program writes {FORMAT}",
@@ -213,19 +215,21 @@ class RedisLedger:
 
     def _ask(self, question: Callable[[], T]) -> Any:
         """Ask until the server answers, for as long as it may be away."""
-        waited_s, wait_s = 0.0, FIRST_WAIT_S
+        clock, wait_s = RealClock(), FIRST_WAIT_S
+        asked_s = clock.now()
         errors = self._redis.exceptions
         while True:
             try:
                 return question()
             except (errors.ConnectionError, errors.TimeoutError, errors.BusyLoadingError) as error:
+                waited_s = clock.now() - asked_s  # a server that hangs lets each question wait, too
                 if isinstance(error, errors.AuthenticationError) or waited_s >= self._outage_s or self._closed.is_set():
                     raise LedgerError(
                         f"the ledger {self._where} cannot be reached for {waited_s:.0f} s: {error}",
                         remedy="bring the Redis server back with its file, then --resume",
                     ) from None
                 self._closed.wait(wait_s)
-                waited_s, wait_s = waited_s + wait_s, min(2 * wait_s, LONGEST_WAIT_S)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             except errors.RedisError as error:
                 raise LedgerError(
                     f"the ledger {self._where} cannot be kept: {error}",

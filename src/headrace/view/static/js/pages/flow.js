@@ -43,7 +43,7 @@ function keys(steps, field) {
 
 function fates(now) {
   const units = ["groups", "episodes", "tokens"].filter((unit) => now.fates[unit]);
-  if (!units.length) return empty("Nothing has been submitted yet.");
+  if (!units.length) return now.ledger_problem ? null : empty("Nothing has been submitted yet.");
   const reasons = [...new Set(units.flatMap((unit) => Object.keys(now.fates[unit].dropped ?? {})))].sort();
   const tints = Object.fromEntries(reasons.map((reason, at) => [reason, LOSSES[at % LOSSES.length]]));
   const parts = (unit) => [
