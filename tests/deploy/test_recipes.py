@@ -26,14 +26,17 @@ printf '%s' "$(basename "$0")" >> "$CALLS"
 printf ' %q' "$@" >> "$CALLS"
 printf ' [%s %s %s]\\n' "${RAY_AUTH_MODE:-}" "${#RAY_AUTH_TOKEN}" "${RAY_ADDRESS:-}" >> "$CALLS"
 """
-WAITS = (
-    STAND_IN
-    + """
+INTERRUPTED = """
 trap 'echo interrupted >> "$CALLS"; exit 130' TERM
+"""
+WAITS = (
+    STAND_IN.replace("\n", INTERRUPTED, 1)
+    + """
 while [ ! -e "$CALLS.end" ]; do sleep 0.05; done
 exit 3
 """
 )
+"""It can be interrupted before it says that it is there."""
 
 
 def stand_ins(directory: Path, **programs: str) -> dict[str, str]:
