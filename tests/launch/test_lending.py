@@ -125,7 +125,8 @@ def test_a_run_that_lends_learns_says_what_it_measured_and_is_not_replayed(tmp_p
     assert summary.status == "finished"
     assert summary.mismatch_abs is not None
     assert summary.mismatch_abs < 1e-4
-    assert "with lent cores a unit of work is" in (tmp_path / "run" / "logs" / "engine.log").read_text()
+    for part in ("engine", "learner"):  # each has rested while the other worked
+        assert "with lent cores a unit of work is" in (tmp_path / "run" / "logs" / f"{part}.log").read_text()
     assert json.loads((tmp_path / "run" / "config.json").read_text())["launch"]["lend_cores"] is True
     with pytest.raises(ConfigError, match=r"launch\.lend_cores=true"):
         train(load_config(run_file, [*settings, "run.dir=again"]), replay=tmp_path / "run")

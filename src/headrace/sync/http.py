@@ -34,12 +34,10 @@ from headrace.sync.manifest import private_memory
 from headrace.types.weights import WeightUpdate
 
 MAX_CONNECTIONS = 8
-_PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
-_NUMBER = re.compile(r"\d{1,18}")
-
-
 MOST_UPLOADS = 16
 """Engines that are served at once."""
+_PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
+_NUMBER = re.compile(r"\d{1,18}")
 
 
 class HttpOutbox:
