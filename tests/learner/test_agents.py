@@ -210,7 +210,7 @@ def test_the_gradient_of_one_agent_does_not_shorten_the_step_of_another(build: B
 def test_steps_in_parts_equal_whole_ones(build: Build) -> None:
     from tests.learner.test_parts import part
 
-    whole, parted = build(AGENT_NAMES), build(AGENT_NAMES)
+    whole, parted = (build(AGENT_NAMES, eps=1e-4) for _ in range(2))  # the update of a tiny gradient is not its sign
     batch = of_roles(0, *AGENT_NAMES)
     whole.train(batch)
     for group in (0, 1):

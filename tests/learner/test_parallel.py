@@ -243,7 +243,7 @@ class Rank:
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR")
 told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
 ranks = [Rank.remote() for _ in range(2)]
 ray.get([rank.run.remote({**told, "RANK": str(n), "LOCAL_RANK": str(n)}) for n, rank in enumerate(ranks)])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
+from headrace.observe.verdict import Bound, judge
 from headrace.plan import Simulation, World
 from headrace.plan.costs import ConstantRate, FailureCost, Linear, Roofline, SyncCost, TrainingRate
 from headrace.plan.outcome import Outcome
@@ -113,6 +114,16 @@ def test_batch_of_equal_answers_takes_the_time_of_the_formula() -> None:
     prefill_s = 4 * 100 * 2e9 / 1e14  # siblings share their prompt
     decode_s = sum((2e9 + 16 * (100 + token + 0.5) * 1e5) / 1e12 + 0.001 for token in range(50))
     assert simulate(given_world).seconds == pytest.approx(prefill_s + decode_s, rel=1e-3)
+
+
+def test_time_in_which_engines_and_learner_work_together_is_that_of_their_traces() -> None:
+    turns = simulate(world(flow={"policy": "synchronous"})).account(0)
+    assert turns.together_s == 0
+    assert judge(turns).bound is Bound.TURNS
+    ahead = simulate(world()).account(0)
+    most_s = min(ahead.engine_busy_s, ahead.learner_busy_s)
+    least_s = ahead.engine_busy_s + ahead.learner_busy_s - ahead.seconds
+    assert max(0.0, least_s) < ahead.together_s <= most_s
 
 
 def test_draining_costs_more_than_committing_in_flight_and_starting_again_wastes_tokens() -> None:

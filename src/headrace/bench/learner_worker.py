@@ -123,7 +123,7 @@ class Learner:
         context = LearnerContext(temperature=1.0, total_steps=1, model_dir=Path(path), clock=self._clock)
         core = LearnerCore(
             load_model(ModelConfig(path=path, lora=lora)),
-            LearnerConfig.model_validate({"lr": LR, **order.get("settings", {})}),
+            LearnerConfig.model_validate({"lr": LR, "share_prefixes": False, **order.get("settings", {})}),
             Objective.build(AlgoConfig.model_validate({"loss": "dapo", "correction": "none"})),
             context,
         )

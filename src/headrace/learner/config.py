@@ -57,9 +57,9 @@ class LearnerConfig(Section):
     """In a mixture of experts, tokens go to the experts that computed them in the engine."""
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Token positions of one forward and backward pass; the result does not depend on it."""
-    share_prefixes: bool = False
-    """Whether samples of one group compute the tokens they begin with once, all but attention. Same gradient; pays
-    where prompts are long beside answers."""
+    share_prefixes: bool | Literal["auto"] = "auto"
+    """Whether samples of one group compute the tokens they begin with once, all but attention. Same gradient, up to
+    rounding. ``auto``: in batches of which that saves a tenth of the tokens."""
     parallel: ParallelConfig = ParallelConfig()
     """Over how many processes it is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()
@@ -147,7 +147,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
-        if self.share_prefixes and self.parallel.context > 1:
+        if self.share_prefixes is True and self.parallel.context > 1:
             raise ConfigError(
                 f"learner.share_prefixes=true with learner.parallel.context={self.parallel.context}: tokens that "
                 "several samples share cannot be parted over ranks",

@@ -29,7 +29,7 @@ from headrace.learner.cost import cost_of
 from headrace.learner.head import Likeliest
 from headrace.learner.intake import Mask, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, TopEntries, halves
-from headrace.learner.packing import MicroBatch, Packing, plan, singly
+from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, singly
 from headrace.learner.parallel.halves import ShardedLogprobs
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.view import View, view_of
@@ -40,6 +40,9 @@ from headrace.models.lora import Switch
 from headrace.models.routing import RoutedModel, RoutingReplay, Seen, find_routing
 from headrace.types.batch import Batch
 from headrace.types.tokens import FloatColumn
+
+SHARED_FRAC = 0.1
+"""Prefixes are shared where that saves so much of a batch: parting what is shared again, for attention, costs less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class Forward:
     ) -> None:
         self._ranks = ranks or Alone(model.device)
         self.switch = Switch(model)
-        self._share = config.share_prefixes
+        self._share = config.share_prefixes if config.parallel.context == 1 else False
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
@@ -124,8 +127,17 @@ class Forward:
         """This rank's micro-batches of the samples that have a token of the mask; the others need no forward pass. All
         ranks get as many; some may be empty."""
         samples = np.unique(np.repeat(np.arange(len(batch.lengths_S)), batch.lengths_S)[mask_N])
-        units = siblings(batch, samples, self._packing.budget) if self._share else singly(samples)
+        units = self._units(batch, samples)
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
+
+    def _units(self, batch: Batch, samples: Index) -> list[Unit]:
+        """What stays together in one pass."""
+        if not self._share:
+            return singly(samples)
+        units = siblings(batch, samples, self._packing.budget)
+        saved = sum(unit.prefix * (len(unit.samples) - 1) for unit in units)
+        pays = saved >= SHARED_FRAC * int(batch.lengths_S[samples].sum())
+        return units if pays or self._share is True else singly(samples)
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> Passed:
         """One forward pass. A token came from the logits of the one before it. ``top_NK``: entries of whose log π is

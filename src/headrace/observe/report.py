@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from headrace.errors import RunError
 from headrace.observe.page import Picture, page
 from headrace.observe.rundata import RunData, load_run
@@ -49,7 +51,8 @@ def run_verdict(run: RunData) -> Verdict | None:
     if engine is None or learner is None:
         return None
     sync = run.measured("exposed_sync_frac") or 0.0
-    return judge(Account(seconds=1.0, engine_busy_s=1 - engine, learner_busy_s=1 - learner, sync_s=sync))
+    known = Account(seconds=1.0, engine_busy_s=1 - engine, learner_busy_s=1 - learner, sync_s=sync)
+    return judge(msgspec.structs.replace(known, together_s=1.0))  # whether they took turns only a trace can say
 
 
 def _pictures(run: RunData) -> dict[str, Picture]:

@@ -48,13 +48,14 @@ class Learner(Generic[B]):
         failures: FailureCost,
         *,
         rng: np.random.Generator,
+        begins: Callable[[], None],
         trained: Callable[[B, float], None],
         commit: Callable[[int], None],
     ) -> None:
-        """``trained`` is told of a step that is made, and for how long the learner had waited for its batch; ``commit``
-        that a version is next to the engines."""
+        """``begins`` is told of a step that is to be made, ``trained`` of one that is, and for how long the learner had
+        waited for its batch; ``commit`` that a version is next to the engines."""
         self._agenda, self._cost, self._sync, self._failures, self._rng = agenda, cost, sync, failures, rng
-        self._trained, self._commit = trained, commit
+        self._begins, self._trained, self._commit = begins, trained, commit
         self._ordered: deque[B] = deque()
         self._num_ordered = 0
         self._wants_buffer: B | None = None
@@ -94,6 +95,7 @@ class Learner(Generic[B]):
         if self.at_work is not None or not self._ordered:
             return
         work = self.at_work = self._ordered.popleft()
+        self._begins()
         waited_s = max(0.0, work.taken_s - self._free_since_s)
         seconds = self._cost.step_s(work.tokens, work.squares)
         self.busy_s += seconds

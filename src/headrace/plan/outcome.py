@@ -29,6 +29,8 @@ class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
     exposed_sync_s: float
     engine_busy_s: float
     """Of the mean engine."""
+    together_s: float
+    """Of that, while the learner trained."""
     prefill_s: float
     """Of that, on prompts."""
     generated: float
@@ -43,7 +45,7 @@ class StepSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 _BEGINNING = StepSeen(
     end_s=0.0, tokens=0.0, ages={}, wait_s=0.0, straggler_s=0.0, learner_busy_s=0.0, exposed_sync_s=0.0,
-    engine_busy_s=0.0, prefill_s=0.0, generated=0.0, scoring_s=0.0, sync_s=0.0, wasted=0.0,
+    engine_busy_s=0.0, together_s=0.0, prefill_s=0.0, generated=0.0, scoring_s=0.0, sync_s=0.0, wasted=0.0,
 )  # fmt: skip
 
 
@@ -94,6 +96,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             engine_busy_s=min(seconds, end.engine_busy_s - begin.engine_busy_s),
             prefill_s=end.prefill_s - begin.prefill_s,
             learner_busy_s=end.learner_busy_s - begin.learner_busy_s,
+            together_s=end.together_s - begin.together_s,
             scoring_s=end.scoring_s - begin.scoring_s,
             sync_s=end.sync_s - begin.sync_s + end.exposed_sync_s - begin.exposed_sync_s,
             exposed_sync_s=end.exposed_sync_s - begin.exposed_sync_s,

@@ -67,7 +67,8 @@ class Simulation:
             rng=streams[0],
         )
         self.learner: Learner[Batch] = Learner(
-            self.agenda, world.learner, world.sync, world.failures, rng=streams[1], trained=self._trained,
+            self.agenda, world.learner, world.sync, world.failures, rng=streams[1],
+            begins=self._begins, trained=self._trained,
             commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
         )  # fmt: skip
         self._demand = Demand(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
@@ -82,6 +83,7 @@ class Simulation:
         """Tokens that were sampled and will not be trained, by reason."""
         self.sampling = self.scoring = 0
         self.scoring_s = self.sync_s = 0.0
+        self._together_s = self._engine_busy_s = 0.0
         self._may_admit = self._may_take = True
         if world.flow.capacity == "auto":
             floor = world.flow.groups_per_step
@@ -271,6 +273,9 @@ class Simulation:
             )
         )
 
+    def _begins(self) -> None:
+        self._engine_busy_s = self.fleet.counted().busy_s / len(self.fleet.engines)
+
     def _trained(self, batch: Batch, waited_s: float) -> None:
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
@@ -284,6 +289,8 @@ class Simulation:
         waited = (batch.taken_s - waited_s, batch.taken_s)
         ends = [Ends(ends_s=group.ends_s) for group in batch.groups] if waited_s else []
         total = self.fleet.counted()
+        engine_busy_s = total.busy_s / len(self.fleet.engines)
+        self._together_s += engine_busy_s - self._engine_busy_s
         self.steps.append(
             StepSeen(
                 end_s=self.agenda.now_s,
@@ -293,7 +300,8 @@ class Simulation:
                 straggler_s=straggler_s(ends, waited) if waited_s else 0.0,
                 learner_busy_s=self.learner.busy_s,
                 exposed_sync_s=self.learner.exposed_sync_s,
-                engine_busy_s=total.busy_s / len(self.fleet.engines),
+                engine_busy_s=engine_busy_s,
+                together_s=self._together_s,
                 prefill_s=total.prefill_s / len(self.fleet.engines),
                 generated=total.generated,
                 scoring_s=self.scoring_s,

@@ -151,10 +151,10 @@ def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
 
 
 def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
-    """The summary; of a run that goes on, what its steps and its account say."""
+    """The summary; of a run that goes on, or was killed, what its steps and its last account say."""
     steps = run.steps
     told = observed(steps, steps[-1].wall_s if steps else 0.0)
-    if not living:
+    if run.summary.tree and not living:
         return {**told, **run.summary.tree}
     try:
         account = msgspec.convert(run.live.tree.get("account") or {}, Account)

@@ -92,13 +92,24 @@ def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[Pack
             places_P=places[ranks.part],
             parts=_Parts(group=ranks.context_group, places=places),
         )
-    rows_M = None if idle else micro.rows_M
-    rows_R = np.arange(len(micro.places_M)) if rows_M is None else np.unique(rows_M, return_index=True)[1]
+    if idle:
+        return View(
+            micro=micro,
+            plan=packed(lengths_K, ranks.device),
+            rows_R=np.zeros(0, np.int64),
+            before_P=loss_P,
+            places_P=loss_P,
+            parts=None,
+        )
+    rows_M = np.arange(len(micro.places_M)) if micro.rows_M is None else micro.rows_M
+    followed_M = np.ones(len(micro.places_M), np.bool_)
+    followed_M[np.cumsum(lengths_K) - 1] = False  # what would follow the last token of a sample, nobody asks
+    rows_R, first_R, rows_T = np.unique(rows_M[followed_M], return_index=True, return_inverse=True)
     return View(
         micro=micro,
-        plan=packed(lengths_K, ranks.device, rows_M),
-        rows_R=rows_R,
-        before_P=loss_P - 1 if rows_M is None else rows_M[loss_P - 1],
+        plan=packed(lengths_K - 1, ranks.device, None if micro.rows_M is None else rows_T),
+        rows_R=np.flatnonzero(followed_M)[first_R],
+        before_P=np.searchsorted(rows_R, rows_M[loss_P - 1]),
         places_P=loss_P,
         parts=None,
     )
