@@ -144,9 +144,45 @@ def test_siblings_that_join_in_one_step_compute_their_prompt_once() -> None:
     machine = Machine(num_rows=4, num_blocks=20, budget=200)
     for _ in range(4):
         machine.add(list(range(40)), 3)
-    assert machine.step().counts_R.tolist() == [40, 8, 8, 8]
-    assert machine.scheduler.cached_tokens == 3 * 32
+    assert machine.step().counts_R.tolist() == [40]
+    siblings = machine.step()
+    assert siblings.counts_R.tolist() == [1, 1, 1, 1]
+    assert len({source for source, _ in siblings.copies}) == 1
+    assert len({target for _, target in siblings.copies}) == 3
+    assert machine.scheduler.cached_tokens == 3 * 39
     assert machine.scheduler.prompt_tokens == 4 * 40
+
+
+def test_siblings_of_whole_blocks_join_in_one_step() -> None:
+    machine = Machine(num_rows=4, num_blocks=20, budget=200)
+    for _ in range(4):
+        machine.add(list(range(33)), 3)
+    assert machine.step().counts_R.tolist() == [33, 1, 1, 1]
+    assert machine.scheduler.cached_tokens == 3 * 32
+
+
+def test_siblings_of_one_that_has_ended_or_lost_its_row_do_not_wait_for_another() -> None:
+    machine = Machine(num_rows=4, num_blocks=20, budget=200)
+    for _ in range(3):
+        machine.add(list(range(40)), 3)
+    machine.step()
+    machine.scheduler.withdraw(machine.rows.sequences[:1])
+    assert machine.step().counts_R.tolist() == [8, 8]
+    while not machine.scheduler.idle:
+        machine.step()
+    assert len(machine.ended) == 2
+
+
+def test_no_more_step_aside_for_a_sibling_than_there_are_rows() -> None:
+    machine = Machine(num_rows=3, num_blocks=60, budget=200)
+    added = [machine.add(list(range(40)), 3) for _ in range(6)]
+    machine.step()
+    assert machine.running() == added[:1]
+    machine.step()
+    assert machine.running() == added[:3]
+    while not machine.scheduler.idle:
+        machine.step()
+    assert sorted(machine.ended) == added
 
 
 def test_held_sequences_wait_until_the_queue_is_opened() -> None:

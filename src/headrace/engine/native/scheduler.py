@@ -8,8 +8,8 @@ By rank means: higher priority first, then order of arrival; a sequence that was
 stands before all that came after it. Nobody overtakes whom does not fit yet: nobody starves. A sequence joins with all
 the blocks that its tokens and one more need. When a row that decodes finds no free block, the row of the last rank goes
 back to wait, and in that step nobody joins. The row of the first rank therefore always moves on.
-Only who is to stay under the weights it begins with may have to step aside, and others overtake it: while weights are
-exchanged, and while as many older ones are kept as may be.
+Two may have to step aside, and others overtake them: who is to stay under the weights it begins with, while weights are
+exchanged, and while as many older ones are kept as may be; and, for one step, whose context another computes in it.
 
 Shape legend: R rows of the step.
 """
@@ -24,6 +24,7 @@ import numpy as np
 from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.siblings import Siblings
 from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
@@ -92,6 +93,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._held: dict[int, Sequence] | None = None
         self._aside: dict[int, Sequence] = {}
+        self._siblings = Siblings()
         self._stuck: tuple[int, int] | None = None  # who did not fit, and how many blocks there were
         self._decoding: Index = np.zeros(0, np.int64)
         self._dirty: list[int] = []
@@ -114,7 +116,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing is in a row or may join one."""
-        return not (self._rows.count or self._waiting or (self._aside and self._may_pin()))
+        return not (self._rows.count or self._waiting or any(map(self._may_return, self._aside.values())))
 
     def waiting(self) -> list[Sequence]:
         """All sequences that are in no row."""
@@ -211,6 +213,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decide the next step. It computes something as long as anything is in a row or may join one."""
         rows = self._rows
+        self._siblings = Siblings()
         crowded = self._grow()
         ready = rows.decoding()
         decoding = self._decoding = np.flatnonzero(ready)
@@ -226,13 +229,14 @@ class Scheduler:
                 self._share_again(row)
             budget -= self._piece(row, budget, later)
         self._call_back()
-        while not crowded and budget > 0 and rows.count < rows.num_rows:
+        while not crowded and budget > 0:
             joined = self._join_first()
             if joined is None:
                 break
             row, claim = joined
             copies += [claim.copy] if claim.copy is not None else []
             budget -= self._piece(row, budget, later)
+            self._siblings.lead(rows.sequences[row], int(rows.computed_R[row]) + later[-1][1])
         self._context_share = 0.0
         if not later:
             ones = np.ones(len(decoding), np.int64)
@@ -299,17 +303,19 @@ class Scheduler:
 
     def _call_back(self) -> None:
         """Who stepped aside may wait with the others again, if nothing speaks against it any more."""
-        if self._aside and self._may_pin():
-            for sequence in self._aside.values():
-                self._waiting.add(sequence)
-            self._aside = {}
+        for sequence in [one for one in self._aside.values() if self._may_return(one)]:
+            del self._aside[sequence.arrival]
+            self._waiting.add(sequence)
+
+    def _may_return(self, sequence: Sequence) -> bool:
+        return not sequence.request.pinned or sequence.pin is not None or self._may_pin()
 
     def _join_first(self) -> tuple[int, _Claim] | None:
         """The first of the queue that need not step aside takes the next row, and this is what it begins with; ``None``
         if there is nobody, or no room."""
-        while self._waiting:
+        while self._waiting and self._rows.count + self._siblings.num_waiting < self._rows.num_rows:
             sequence = self._waiting.first()
-            if sequence.request.pinned and sequence.pin is None and not self._may_pin():
+            if self._siblings.follow(sequence) or not self._may_return(sequence):
                 self._waiting.remove(sequence)
                 self._aside[sequence.arrival] = sequence
                 continue

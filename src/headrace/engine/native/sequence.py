@@ -63,7 +63,7 @@ class Sequence:
     pin: int | None = None
     """The version it stays under; ``None`` while it has none."""
     parent: Sequence | None = None
-    """Of a fork that has not joined: whose blocks it may share if that one runs; else ``None``."""
+    """Of a fork or a sibling that has not joined: whose blocks it may share if that one runs; else ``None``."""
     reuses: bool = False
     """Whether it may share them even if other weights computed them."""
     lineage_T: IntColumn | None = None
