@@ -137,6 +137,12 @@ def test_what_could_not_be_compared_is_refused_before_anything_runs(
         again(settings, **changes)
 
 
+def test_a_setting_that_fits_no_recipe_is_refused_before_the_demo_learns_its_task(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trl-sync: .*learner\.lrr"):
+        compare(Terms(recipes=["trl-sync"], directory=tmp_path, overrides=["learner.lrr=1"]))
+    assert not (tmp_path / "demo" / "model").exists()
+
+
 def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run_file: Path) -> None:
     terms = Terms(
         recipes=["oat", "tunix"], directory=tmp_path, run_file=run_file, overrides=["data.path=none.jsonl"]

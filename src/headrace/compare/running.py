@@ -13,7 +13,7 @@ from headrace.compare.rows import Row, decided, row_of
 from headrace.config import leaves
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger.opening import has_ledger
-from headrace.recipes.demo import build_demo
+from headrace.recipes.demo import build_demo, lay_out
 from headrace.recipes.systems import left_open, recipe
 from headrace.session import RunConfig, load_config, train
 from headrace.session.config import RunFile, run_tree
@@ -73,10 +73,13 @@ def compare(
     """
     names = [recipe(name).name for name in dict.fromkeys(terms.recipes)]
     terms.directory.mkdir(parents=True, exist_ok=True)
-    tree, base = _base(terms, tell)
+    tree, base = _base(terms)
     configs = {name: _config(terms, tree, name) for name in names}
     for name, config in configs.items():
         _refuse_other_run(terms.directory / name, config)
+    if terms.run_file is None and not (_demo(terms) / "model" / "config.json").exists():
+        tell("the demo's model is made; the supervised phase takes about 20 s")
+        build_demo(_demo(terms), seed=terms.seed or 0)
     made = Comparison(directory=terms.directory, base=base, rows=(), stopped=False)
     for place, name in enumerate(names, start=1):
         row = _row(name, configs[name], partial(_tell, tell, f"{place}/{len(names)} {name}"))
@@ -91,7 +94,11 @@ def _tell(tell: Callable[[str], None], where: str, words: str) -> None:
     tell(f"{where}: {words}")
 
 
-def _base(terms: Terms, tell: Callable[[str], None]) -> tuple[dict[str, Any], str]:
+def _demo(terms: Terms) -> Path:
+    return terms.directory / "demo"
+
+
+def _base(terms: Terms) -> tuple[dict[str, Any], str]:
     """The settings that all have, and what they are in words."""
     refused = [text for text in terms.overrides if text.partition("=")[0].strip() in _OWN]
     if refused:
@@ -102,11 +109,10 @@ def _base(terms: Terms, tell: Callable[[str], None]) -> tuple[dict[str, Any], st
     if terms.run_file is not None:
         tree = left_open(run_tree(terms.run_file))
         return tree, str(terms.run_file) if isinstance(terms.run_file, str | Path) else "a run file"
-    demo = terms.directory / "demo"
-    if not (demo / "model" / "config.json").exists():
-        tell("the demo's model is made; the supervised phase takes about 20 s")
-        build_demo(demo, seed=terms.seed or 0)
-    tree = left_open(run_tree(demo / "demo.toml"))
+    run_file = _demo(terms) / "demo.toml"
+    if not run_file.exists():
+        lay_out(run_file.parent, seed=terms.seed or 0)
+    tree = left_open(run_tree(run_file))
     tree["run"] = {"steps": DEMO_STEPS, "seed": 0}
     return tree, "the demo"
 

@@ -2,6 +2,6 @@
 forgets the carry more often than not; reinforcement learning with a checked answer ends the carelessness.
 """
 
-from headrace.recipes.demo.build import Demo, build_demo, build_teacher
+from headrace.recipes.demo.build import Demo, build_demo, build_teacher, lay_out
 
-__all__ = ["Demo", "build_demo", "build_teacher"]
+__all__ = ["Demo", "build_demo", "build_teacher", "lay_out"]

@@ -40,6 +40,15 @@ def build_demo(
     from headrace.models.tiny import make_tiny
     from headrace.recipes.demo.warm import Demonstrations, warm_start
 
+    run_file = lay_out(directory, seed=seed)
+    cold = make_tiny(directory / "untrained", _spec(seed, mixture=mixture, hidden_size=128, num_layers=2))
+    warm_start(cold, directory / "model", Demonstrations(pairs=split(seed).warm), seed=seed, progress=progress)
+    shutil.rmtree(cold)
+    return Demo(directory=directory, run_file=run_file)
+
+
+def lay_out(directory: Path, *, seed: int) -> Path:
+    """Write all of the demo but its model: rows, reward and the run file; where that is."""
     directory.mkdir(parents=True, exist_ok=True)
     pairs = split(seed)
     _write_rows(directory / "train.jsonl", pairs.train)
@@ -48,10 +57,7 @@ def build_demo(
     for name in ("reward.py", "demo.toml"):
         with as_file(package / name) as source:
             shutil.copyfile(source, directory / name)
-    cold = make_tiny(directory / "untrained", _spec(seed, mixture=mixture, hidden_size=128, num_layers=2))
-    warm_start(cold, directory / "model", Demonstrations(pairs=pairs.warm), seed=seed, progress=progress)
-    shutil.rmtree(cold)
-    return Demo(directory=directory, run_file=directory / "demo.toml")
+    return directory / "demo.toml"
 
 
 def build_teacher(directory: Path, *, seed: int) -> Path:
