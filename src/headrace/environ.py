@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,14 @@ def secret(name: str) -> str:
 
 
 def child_environment(token: str, num_threads: int) -> dict[str, str]:
-    """The environment of a process of the run: the run's token, its share of the cores, no hub."""
+    """The environment of a process of the run."""
+    return {**os.environ, **part_environment(token, num_threads)}
+
+
+def part_environment(token: str, num_threads: int) -> dict[str, str]:
+    """What a process of the run has beyond the controller's environment: the run's token, its share of the cores, no
+    hub."""
     return {
-        **os.environ,
         RUN_TOKEN: token,
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
@@ -42,6 +48,31 @@ def engine_environment() -> dict[str, str]:
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     return {} if chosen else {"GOMP_SPINCOUNT": "2000"}
+
+
+def fork_server_environment() -> dict[str, str]:
+    """The environment of the process that parts are forked from. What OpenMP reads when it is loaded, it reads here,
+    for all of them; how many threads they have each part says itself."""
+    return {**child_environment("", 1), **engine_environment()}
+
+
+def become_part(variables: Mapping[str, str]) -> None:
+    """Give this process, which was forked, the environment of a part."""
+    os.environ.update(variables)
+
+
+@contextmanager
+def no_cuda_calls() -> Iterator[None]:
+    """Within this, whoever asks torch whether there is a GPU is answered without CUDA: a process that has called it
+    cannot be forked."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update({} if before is None else {name: before})
 
 
 def become_engine() -> None:

@@ -9,8 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RARELY = (10_000, 20, 20)
-"""When to look for garbage: a step makes thousands of objects, nearly all of which need no collector to go."""
+YOUNG = 10_000
+"""New objects until the collector looks for garbage: a step makes thousands, nearly all of which need no collector to
+go."""
+RARELY = 20
+"""How often it looks at the young ones between two looks at older ones."""
 
 
 @contextmanager
@@ -27,12 +30,13 @@ def growing_heap() -> Iterator[None]:
 
 
 @contextmanager
-def settled_heap() -> Iterator[None]:
-    """Within this, what existed before is not walked by the garbage collector."""
+def settled_heap(young: int = YOUNG) -> Iterator[None]:
+    """Within this, what existed before is not walked by the garbage collector, and what is new every ``young`` objects:
+    more of them than come and go together."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*RARELY)
+    gc.set_threshold(young, RARELY, RARELY)
     try:
         yield
     finally:

@@ -173,7 +173,7 @@ class _Watch:
 def _part(controller: int, role: Part) -> int | None:
     """The process of a part, once it is one: a fork that is about to become it still looks like its parent."""
     with suppress(psutil.Error):
-        for child in psutil.Process(controller).children():
+        for child in psutil.Process(controller).children(recursive=True):  # some are forks of a fork
             words = _words(child)
             if "headrace.launch.hosts.main" in words and words[-2].startswith(role):
                 return child.pid

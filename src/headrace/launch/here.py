@@ -9,23 +9,27 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import psutil
 
-from headrace.environ import child_environment, shared_memory_root
+from headrace.environ import child_environment, part_environment, shared_memory_root
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Errand, Process, Site
 from headrace.launch.clients.peer import Peer
+from headrace.launch.forking import UNTOLD, ForkServer, ForkServerLost
 from headrace.launch.leases import Lease
 from headrace.launch.starts import (
     Briefing,
     EngineStart,
     EnvironmentStart,
     Keep,
+    LearnerStart,
     ScorerStart,
     Start,
     extra_environment,
@@ -51,8 +55,30 @@ class Home:
     """Cores that its libraries may compute with."""
 
 
+class Running(Protocol):
+    """A process of this machine, to whoever waits for its end."""
+
+    @property
+    def pid(self) -> int:
+        """On this machine."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; ``None`` while it runs."""
+        ...
+
+    async def wait(self) -> int:
+        """Until it has ended; its exit code."""
+        ...
+
+
 class Here:
-    """Starts processes of this machine, which speak over sockets of the run's directory."""
+    """Starts processes of this machine, which speak over sockets of the run's directory: engines and learners as forks,
+    where there is a process to fork them from."""
+
+    def __init__(self, forks: ForkServer | None = None) -> None:
+        self._forks = forks
 
     async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
         """See :class:`~headrace.launch.child.Starter`."""
@@ -61,7 +87,8 @@ class Here:
         log = site.logs / f"{errand.name}.log"
         home = Home(directory=site.directory, log=log, token=site.token, num_threads=errand.num_threads)
         try:
-            return peer, await begun(errand.name, Briefing(start=errand.start, ends=channel.ends), home)
+            briefing = Briefing(start=errand.start, ends=channel.ends)
+            return peer, await begun(errand.name, briefing, home, self._forks)
         except OSError as error:
             peer.close()
             raise RunError(
@@ -78,9 +105,7 @@ class LocalProcess:
 
     node = ""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, lifeline: int, *, kept: bool = False, memory: Lease | None = None
-    ) -> None:
+    def __init__(self, process: Running, lifeline: int, *, kept: bool = False, memory: Lease | None = None) -> None:
         self._process = process
         self._lifeline = lifeline
         self._kept = kept
@@ -140,13 +165,13 @@ class LocalProcess:
     async def _ask_keeper(self) -> None:
         """Who keeps it ends all of it, and then itself."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEPER_S):
                 await self.wait()
 
 
-async def begun(name: str, briefing: Briefing, home: Home) -> LocalProcess:
+async def begun(name: str, briefing: Briefing, home: Home, forks: ForkServer | None = None) -> LocalProcess:
     """A process of this machine that is what its briefing says; ``OSError`` where the system refuses."""
     start, memory = briefing.start, None
     if isinstance(start, EngineStart) and start.own_weights:
@@ -154,7 +179,7 @@ async def begun(name: str, briefing: Briefing, home: Home) -> LocalProcess:
         start = msgspec.structs.replace(start, memory=str(memory.path))
     try:
         write_briefing(home.directory / f"{name}.json", msgspec.structs.replace(briefing, start=start))
-        process, lifeline = await _spawned(name, start, home)
+        process, lifeline = await _running(name, start, home, forks)
     except BaseException:
         if memory is not None:
             memory.end()
@@ -162,23 +187,39 @@ async def begun(name: str, briefing: Briefing, home: Home) -> LocalProcess:
     return LocalProcess(process, lifeline, kept=_is_kept(_keep(start)), memory=memory)
 
 
-async def _spawned(name: str, start: Start, home: Home) -> tuple[asyncio.subprocess.Process, int]:
+async def _running(name: str, start: Start, home: Home, forks: ForkServer | None) -> tuple[Running, int]:
     """The process, and our end of the pipe that keeps it alive."""
-    environment = {**child_environment(home.token, home.num_threads), **extra_environment(start)}
     with home.log.open("ab") as output:
-        theirs, ours = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *_program(home.directory, name, _keep(start), theirs),
-                stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(theirs,),
+
+        async def new(lifeline: int) -> Running:
+            environment = {**child_environment(home.token, home.num_threads), **extra_environment(start)}
+            return await asyncio.create_subprocess_exec(
+                *_program(home.directory, name, _keep(start), lifeline),
+                stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(lifeline,),
                 start_new_session=True, env=environment,
             )  # fmt: skip
-        except BaseException:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
-    return process, ours
+
+        if forks is not None and not forks.lost and isinstance(start, EngineStart | LearnerStart):
+            server, more = forks, {**part_environment(home.token, home.num_threads), **extra_environment(start)}
+
+            async def fork(lifeline: int) -> Running:
+                return await server.fork(name, str(home.directory), more, (lifeline, output.fileno()))
+
+            with contextlib.suppress(ForkServerLost):
+                return await _on_a_line(fork)
+        return await _on_a_line(new)
+
+
+async def _on_a_line(make: Callable[[int], Awaitable[Running]]) -> tuple[Running, int]:
+    """What ``make`` makes with one end of a pipe, and the other end: it lives while that is open."""
+    theirs, ours = os.pipe()
+    try:
+        return await make(theirs), ours
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(theirs)
 
 
 def _keep(start: Start) -> Keep | None:
@@ -212,6 +253,8 @@ def exit_words(code: int) -> str:
     >>> exit_words(-9)
     'was killed by SIGKILL (by hand, or because memory ran out)'
     """
+    if code == UNTOLD:
+        return "ended; how is not known, for the fork server that could have told was lost before"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

@@ -14,6 +14,7 @@ from headrace.control.teaching import TeacherTerms
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
+from headrace.launch.forking import ForkServer
 from headrace.launch.starts import Repeated
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
@@ -83,6 +84,8 @@ class Order:
     """λ of ``flow.pivots``, where there are branches."""
     teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
     """Those with engines of their own, by name; one alone may have none."""
+    forks: ForkServer | None = None
+    """What engines and learner are forked from; ``None``: each is a new interpreter."""
     repeats: Repeated | None = None
     """The recorded engine that a replay repeats; ``None``: this is none."""
 

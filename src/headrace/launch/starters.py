@@ -8,11 +8,16 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from headrace.launch.child import Starter
 from headrace.launch.here import Here
 from headrace.launch.order import Order
+from headrace.types.observation import Event
 
 
 @asynccontextmanager
 async def _here(order: Order) -> AsyncIterator[Starter]:
-    yield Here()
+    if order.forks is None:
+        yield Here()
+        return
+    with order.forks.attended(lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning"))):
+        yield Here(order.forks)
 
 
 def starting(order: Order) -> AbstractAsyncContextManager[Starter]:

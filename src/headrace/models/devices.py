@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
+DRIVERS = ("/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/nvgpu", "/dev/dxg", "/dev/kfd")
+"""What a system with a GPU that torch calls ``cuda`` has one of: Linux, Jetson boards, Windows' Linux, AMD."""
 
 
 def _known(name: str) -> str:
@@ -69,8 +72,15 @@ def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
     return device
 
 
+def has_gpu_driver() -> bool:
+    """Whether this system can have a GPU that torch computes on."""
+    return any(Path(driver).exists() for driver in DRIVERS)
+
+
 def num_gpus() -> int:
-    """How many GPUs torch can compute on."""
+    """How many GPUs torch can compute on. Where the system has no driver for one, that is known without torch."""
+    if not has_gpu_driver():
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -8,10 +8,13 @@ imports neither torch nor transformers.
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError, ModelError
@@ -88,6 +91,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the model directory ``path``; it has an end-of-sequence token."""
+    _spare_torch()
     from transformers import AutoTokenizer
 
     directory = _directory(path)
@@ -140,6 +144,7 @@ def context_length(path: str) -> int:
 
 def read_config(path: str) -> PreTrainedConfig:
     """The configuration of the model directory ``path``."""
+    _spare_torch()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -158,6 +163,35 @@ def read_config(path: str) -> PreTrainedConfig:
         raise ModelError(f"model.path={path!r} holds no config.json", remedy=_REMEDY) from None
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"{file} cannot be used: {error}", remedy=_REMEDY) from error
+
+
+class _Torch(ModuleType):
+    """torch, imported when something of it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch"), name)
+
+
+def _spare_torch() -> None:
+    """Settings and tokenizers are read without torch, which costs a process that computes nothing a second and 150 MB.
+
+    transformers imports it beside them for functions that its models call, and to make an object of the name of a
+    dtype: here only where it is imported anyway.
+    """
+    if "torch" in sys.modules or "transformers.configuration_utils" in sys.modules:
+        return
+    from transformers import utils
+
+    known = utils.is_torch_available
+    utils.is_torch_available = lambda: "torch" in sys.modules
+    try:
+        from transformers import modeling_rope_utils
+    finally:
+        utils.is_torch_available = known
+    modeling_rope_utils.torch = _Torch("torch")
+    from transformers import configuration_utils
+
+    configuration_utils.is_torch_available = lambda: "torch" in sys.modules
 
 
 def _directory(path: str) -> Path:

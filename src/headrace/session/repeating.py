@@ -34,7 +34,6 @@ from headrace.flow.policies.recorded import Recorded
 from headrace.launch.interleaving import Handled, Told, interleaving_file, read_interleaving
 from headrace.launch.order import Facts, Order
 from headrace.launch.starts import Repeated
-from headrace.models.paged.base import BLOCK
 from headrace.rollout.runner import episode_seed
 from headrace.session.config import RunConfig, load_config
 from headrace.session.directory import CONFIG_FILE, FACTS_FILE
@@ -166,6 +165,8 @@ class Recording:
             "engine_threads": engine["threads"],
             "learner_threads": int(learner["threads"]) * world,
         }
+        from headrace.models.paged.base import BLOCK
+
         cache = {"cache_tokens": int(engine["cache_blocks"]) * BLOCK, "cache_share": None}
         return replace(
             order,

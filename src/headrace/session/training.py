@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, HeadraceError, LearnerLost, LedgerError
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
 from headrace.heap import settled_heap
+from headrace.launch.forking import ForkServer, forking
 from headrace.launch.local import local_world
 from headrace.launch.order import Component, Order, World
 from headrace.observe import write_report
@@ -49,6 +50,9 @@ FAREWELL_S = 30.0
 """How long a run that failed waits for its ledger."""
 REDRAW_S = 0.5
 """How often the live view and ``status.json`` are renewed."""
+YOUNG = 50_000
+"""Objects of the controller until it looks for garbage. The episodes of a step have tens each, come at once, live for a
+step or two, and go with it: whoever looks more often walks living ones again and again."""
 
 
 def train(  # gate: parameters - the public call: everything that a user may hand over, by name
@@ -73,11 +77,15 @@ def train(  # gate: parameters - the public call: everything that a user may han
     Raises :class:`~headrace.errors.HeadraceError`; ``summary.json`` is written all the same once training has begun.
     """
     refuse_inside_a_run()
-    prepared = prepare(load_config(config, overrides), Inputs(data=data, eval_data=eval_data, reward=reward))
-    run_dir = choose_directory(prepared.config.run.dir, RealClock())
-    with opened(replay, prepared, resume=resume) as recording, locked(run_dir, resume=resume):
+    loaded = load_config(config, overrides)
+    with ExitStack() as stack:
+        forks = stack.enter_context(forking(loaded.launch))  # it imports while the run is prepared
+        prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
+        run_dir = choose_directory(prepared.config.run.dir, RealClock())
+        recording = stack.enter_context(opened(replay, prepared, resume=resume))
+        stack.enter_context(locked(run_dir, resume=resume))
         try:
-            summary = _lives(prepared, run_dir, recording)
+            summary = _lives(prepared, run_dir, recording, forks)
         except BaseException:
             with suppress(HeadraceError):  # what went wrong before is what the user must hear of
                 _report(prepared, run_dir)
@@ -86,12 +94,12 @@ def train(  # gate: parameters - the public call: everything that a user may han
         return summary
 
 
-def _lives(prepared: Prepared, run_dir: Path, recording: Recording | None) -> Summary:
+def _lives(prepared: Prepared, run_dir: Path, recording: Recording | None, forks: ForkServer | None) -> Summary:
     """The run, and again from its last snapshot where its learner dies, as often as it may."""
     may_restart = 0 if recording is not None else prepared.config.launch.learner_restarts
     death: LearnerLost | None = None
     for left in reversed(range(may_restart + 1)):
-        life = Life(prepared=prepared, run_dir=run_dir, recording=recording, after=death)
+        life = Life(prepared=prepared, run_dir=run_dir, recording=recording, forks=forks, after=death)
         try:
             return in_own_loop(partial(_train, life))
         except LearnerLost as error:
@@ -114,6 +122,8 @@ class Life:
     run_dir: Path
     recording: Recording | None
     """What it repeats; ``None``: nothing."""
+    forks: ForkServer | None
+    """What its engines and learner are forked from; ``None``: each is a new interpreter."""
     after: LearnerLost | None
     """What ended the life before, in this call; ``None``: this is the first."""
 
@@ -135,10 +145,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
         write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         watching = Watching(config, run_dir, RealClock(), stack)
-        order = make_order(prepared, run_dir=run_dir, snapshot=start.snapshot, observers=watching.observers)
-        _tell_what_died(life, order, start)
-        if recording is not None:
-            order = recording.order(order, config.run.stall_timeout_s)
+        order = _order(life, start, watching)
         comparisons: list[Comparison] = []
 
         def control(world: World) -> Controller:
@@ -168,6 +175,15 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
 
         summary = await _run(order, control, start, Watchers(watching=watching, interrupts=interrupts))
         return comparisons[0].finish(summary) if comparisons else summary
+
+
+def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
+    order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
+    order = replace(order, forks=life.forks)
+    _tell_what_died(life, order, start)
+    if life.recording is None:
+        return order
+    return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
 
 
 def _tell_what_died(life: Life, order: Order, start: StartingPoint) -> None:
@@ -216,7 +232,7 @@ async def _run(
             world.send_warnings_to(partial(_warn, controller))
             world.send_recoveries_to(controller.recovers)
             pulse = group.create_task(_pulse(controller, world, watchers.watching))
-            with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap():
+            with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap(YOUNG):
                 summary = _finish(controller, await controller.run(start), watchers.watching)
             pulse.cancel()
     except BaseException as error:

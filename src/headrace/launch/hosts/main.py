@@ -1,4 +1,5 @@
-"""The entry of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``.
+"""The entry of every process of a run: ``python -m headrace.launch.hosts.main DIRECTORY PART LIFELINE``, or a fork that
+becomes the same (forkserver.py).
 
 It lives as long as the pipe LIFELINE (a file descriptor) is open at the other end: when the controller dies, so does
 it, and what it has started.
@@ -14,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from headrace.errors import HeadraceError
 from headrace.heap import growing_heap
@@ -79,14 +80,8 @@ def _failure(kind: str, problem: str, remedy: str) -> Failure:
 
 
 def _die_with_controller(lifeline: int) -> None:
-    """Kill this process group when the other end of ``lifeline`` is closed.
-
-    On Linux the kernel does it: foreign code that holds the interpreter's lock cannot delay it.
-    """
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    """Kill this process group when the other end of ``lifeline`` is closed."""
+    bind_to(lifeline)
 
     def wait() -> None:
         os.read(lifeline, 1)  # returns only when the other end is closed
@@ -95,8 +90,25 @@ def _die_with_controller(lifeline: int) -> None:
     threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
-if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+def bind_to(lifeline: int) -> None:
+    """On Linux the kernel kills this process group: foreign code that holds the interpreter's lock cannot delay it."""
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def end_with(life: Callable[[], int]) -> NoReturn:
+    """Live it, and end this process with the exit code that it comes to."""
+    code = 1
+    try:
+        code = life()
+    except BaseException:  # noqa: BLE001 - the edge of the process
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of the user's code may never return
+
+
+if __name__ == "__main__":
+    end_with(lambda: main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

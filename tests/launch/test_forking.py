@@ -1,0 +1,324 @@
+"""Parts are forked from a process that has done nothing but import; whatever dies, nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.launch import forking as module
+from headrace.launch.channel import ControllerChannel, ends_in
+from headrace.launch.child import Child, Errand, Site
+from headrace.launch.clients.peer import Peer
+from headrace.launch.config import LaunchConfig
+from headrace.launch.forking import MODULE, UNTOLD, ForkServer, ForkServerLost, forking
+from headrace.launch.here import Here, exit_words
+from headrace.launch.hosts import SPOKE
+from headrace.launch.starts import Briefing, EngineStart, ScorerStart, write_briefing
+from tests.launch.forks import part
+from tests.launch.workers import TOKEN, is_alive, site
+from tests.session.runs import components, make_run, running, tiny_model, wait_gone
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are for Linux")
+
+SLOW_REWARD = """
+import time
+
+def reward(completion: str) -> float:
+    time.sleep(0.05)
+    return float(len(completion) % 3)
+"""
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """One that is ready in a moment; it reaps what it forks, and is gone after the test."""
+    monkeypatch.setattr(module, "MODULE", "tests.launch.light_forks")
+    with forking(LaunchConfig()) as server:
+        assert server is not None
+        yield server
+    assert not is_alive(server.pid)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[ForkServer]:
+    """The one that runs have."""
+    with forking(LaunchConfig()) as server:
+        assert server is not None
+        yield server
+
+
+def brief(directory: Path, name: str, *, fit: bool = True) -> None:
+    """What a part is told: to grade with a function, or, not ``fit``, nothing that it could read."""
+    path = directory / "reward.py"
+    path.write_text("def reward(completion: str) -> float:\n    return 1.0\n")
+    start = ScorerStart(reward={"kind": "function", "ref": f"{path}:reward"})
+    write_briefing(directory / f"{name}.json", Briefing(start=start, ends=ends_in(directory, name)))
+    if not fit:
+        (directory / f"{name}.json").write_text("{}")
+
+
+def gone(pids: list[int], timeout_s: float = 20.0) -> bool:
+    """Whether these processes end."""
+    waiting = [psutil.Process(pid) for pid in pids if is_alive(pid)]
+    return not psutil.wait_procs(waiting, timeout_s)[1]
+
+
+def num_descriptors(pid: int) -> int:
+    """Of a process."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def test_a_fork_is_a_session_of_its_own_with_its_own_log_and_name(light: ForkServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        brief(tmp_path, "scorer-7")
+        with light.attended(pytest.fail):
+            async with asyncio.timeout(30), part(light, tmp_path, "scorer-7") as made:
+                assert os.getsid(made.pid) == os.getpgid(made.pid) == made.pid
+                assert os.readlink(f"/proc/{made.pid}/fd/1") == os.readlink(f"/proc/{made.pid}/fd/2")
+                assert os.readlink(f"/proc/{made.pid}/fd/1") == str(tmp_path / "scorer-7.log")
+                assert psutil.Process(made.pid).cmdline()[1:-1] == [
+                    "-m", "headrace.launch.hosts.main", str(tmp_path), "scorer-7",
+                ]  # fmt: skip
+                assert psutil.Process(light.pid).cmdline()[-1] == f"headrace-{os.getpid()}-"
+                assert made.returncode is None
+
+    asyncio.run(main())
+
+
+def test_two_forks_do_not_draw_the_same() -> None:
+    code = (
+        "import os, sys; from headrace.launch.hosts import forkserver as f; import numpy as np; np.random.seed(1);"
+        "pid = os.fork();"
+        "pid or (f._draw_anew(), print(np.random.rand(), flush=True), os._exit(0));"
+        "os.waitpid(pid, 0); print(np.random.rand())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    one, other = said.split()
+    assert one != other
+
+
+def test_how_a_fork_ended_is_told_exactly(light: ForkServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        brief(tmp_path, "unfit", fit=False)
+        brief(tmp_path, "killed")
+        with light.attended(pytest.fail):
+            async with asyncio.timeout(30), part(light, tmp_path, "unfit") as unfit:
+                assert await unfit.wait() == 1
+                assert "ValidationError" in (tmp_path / "unfit.log").read_text()
+            async with asyncio.timeout(30), part(light, tmp_path, "killed") as killed:
+                os.kill(killed.pid, signal.SIGKILL)  # it has hardly begun to import
+                assert await killed.wait() == -signal.SIGKILL == killed.returncode
+            async with asyncio.timeout(30):
+                async with part(light, tmp_path, "killed") as left:
+                    pass
+                assert await left.wait() == -signal.SIGKILL  # by the pipe that was closed
+
+    asyncio.run(main())
+
+
+def test_fifty_restarts_leave_no_descriptor_and_no_zombie(light: ForkServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        brief(tmp_path, "unfit", fit=False)
+        counts = []
+        with light.attended(pytest.fail):
+            for _ in range(50):
+                async with asyncio.timeout(30), part(light, tmp_path, "unfit") as made:
+                    os.kill(made.pid, signal.SIGKILL)
+                    await made.wait()
+                counts.append((num_descriptors(os.getpid()), num_descriptors(light.pid)))
+        assert counts[1] == counts[-1]
+        assert psutil.Process(light.pid).children() == []
+
+    asyncio.run(main())
+
+
+def test_a_fork_outlives_its_server_and_its_end_is_seen(light: ForkServer, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        heard = asyncio.Event()
+
+        def tell(words: str) -> None:
+            told.append(words)
+            heard.set()
+
+        brief(tmp_path, "scorer-0")
+        with light.attended(tell):
+            async with asyncio.timeout(30), part(light, tmp_path, "scorer-0") as made:
+                os.kill(light.pid, signal.SIGKILL)
+                await heard.wait()
+                assert light.lost
+                assert made.returncode is None
+                assert is_alive(made.pid)
+                os.kill(made.pid, signal.SIGKILL)
+                assert await made.wait() == UNTOLD
+            with pytest.raises(ForkServerLost):
+                await light.fork("scorer-1", str(tmp_path), {}, (0, 0))
+
+    asyncio.run(main())
+    assert told == [
+        f"the fork server (pid {light.pid}) was ended by SIGKILL: its parts live on, later ones are new interpreters"
+    ]
+    assert "is not known" in exit_words(UNTOLD)
+
+
+def test_a_server_that_cannot_import_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "MODULE", "tests.launch.no_such_module")
+    told: list[str] = []
+
+    async def main() -> None:
+        with forking(LaunchConfig()) as server:
+            assert server is not None
+            with server.attended(told.append), pytest.raises(ForkServerLost):
+                async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
+                    pass
+
+    asyncio.run(main())
+    assert len(told) == 1
+    assert "ended with exit code 1" in told[0]
+    assert "no_such_module" in told[0]
+
+
+def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "MODULE", "tests.launch.light_forks")
+    told: list[str] = []
+
+    async def main() -> None:
+        brief(tmp_path, "scorer-0")
+        with forking(LaunchConfig(start_timeout_s=0.2)) as server:
+            assert server is not None
+            os.kill(server.pid, signal.SIGSTOP)
+            with server.attended(told.append), pytest.raises(ForkServerLost):
+                async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
+                    pass
+
+    asyncio.run(main())
+    assert "was ended by SIGKILL" in told[0]
+
+
+@pytest.mark.parametrize("when", ["it imports", "a part is there"])
+def test_nothing_is_left_of_a_controller_that_is_killed(tmp_path: Path, when: str) -> None:
+    brief(tmp_path, "scorer-0")
+    code = f"""
+import asyncio, os, sys
+from pathlib import Path
+from headrace.launch import forking
+from headrace.launch.config import LaunchConfig
+from tests.launch.forks import part
+
+async def main():
+    if {when == "a part is there"}:
+        forking.MODULE = "tests.launch.light_forks"
+    with forking.forking(LaunchConfig()) as server, server.attended(print):
+        if {when == "it imports"}:
+            print(server.pid, flush=True)
+            await asyncio.sleep(60)
+        async with part(server, Path({str(tmp_path)!r}), "scorer-0") as made:
+            print(server.pid, made.pid, flush=True)
+            await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        pids = [int(word) for word in controller.stdout.readline().split()]
+        assert len(pids) == (1 if when == "it imports" else 2)
+        controller.kill()
+
+    assert gone(pids)
+
+
+def test_the_fork_server_has_one_thread_and_asks_for_no_gpu() -> None:
+    code = """
+import importlib, os
+import torch
+def refuse(*_): raise SystemExit("asked for a GPU")
+torch._C._cuda_init = refuse
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda.init = refuse
+from headrace.launch.hosts.forkserver import IMPORTED
+for name in IMPORTED:
+    importlib.import_module(name)
+print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("1 False\n", "", 0)
+
+
+async def engine(place: Site, server: ForkServer, model: Path) -> Child:
+    """A real one, with the weights of ``model``."""
+    start = EngineStart(model={"path": str(model)}, engine={}, max_context=64, num_threads=1, own_weights=True)
+
+    def peer(channel: ControllerChannel) -> Peer:
+        return Peer("engine", channel, token=TOKEN, on_spans=place.on_spans)
+
+    return await Child.start(place, Errand(name="engine", start=start, num_threads=1, make_peer=peer), Here(server))
+
+
+def test_an_engine_that_cannot_start_says_why_and_its_server_has_one_thread(whole: ForkServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with site(tmp_path, TOKEN) as place, asyncio.timeout(100):
+            with whole.attended(pytest.fail):
+                child = await engine(place, whole, tmp_path / "nowhere")
+                assert psutil.Process(child.pid).ppid() == whole.pid
+                assert len(os.listdir(f"/proc/{whole.pid}/task")) == 1
+                async with asyncio.TaskGroup() as group:
+                    listening = group.create_task(child.peer.listen())
+                    words = await child.died()
+                    listening.cancel()
+                child.close()
+                assert f"ended with exit code {SPOKE}" in words
+                assert "does not exist" in str(child.peer.last_words)
+
+    asyncio.run(main())
+
+
+def test_the_controller_of_a_plain_run_does_without_torch(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, tiny_model(tmp_path / "tiny"))
+    code = f"""
+import sys
+import headrace
+summary = headrace.train({str(run_file)!r}, overrides=["run.steps=1", "observe.view=none"])
+print(summary.status, "torch" in sys.modules, flush=True)
+from headrace.models.load import load_model, read_config
+from headrace.models.config import ModelConfig
+path = {str(tmp_path / "tiny")!r}
+assert isinstance(read_config(path).dtype, str)
+print(str(load_model(ModelConfig(path=path)).dtype), str(read_config(path).dtype))  # and yet it can have torch
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.stdout, done.returncode) == ("finished False\ntorch.float32 torch.float32\n", 0), done.stderr
+
+
+def test_a_run_outlives_its_fork_server_and_an_engine_after_it(tmp_path: Path) -> None:
+    run_file = make_run(
+        tmp_path, tiny_model(tmp_path / "tiny"), reward=SLOW_REWARD, run={"dir": "run", "steps": 12},
+    )  # fmt: skip
+    with running("train", run_file) as life:
+        life.until_step(2)
+        parts = components(tmp_path / "run")
+        (server,) = psutil.Process(life.process.pid).children()[:1]
+        assert server.cmdline()[2] == MODULE
+        assert {psutil.Process(parts[part]).ppid() for part in ("engine", "learner")} == {server.pid}
+        server.kill()
+        life.until_step(5)
+        os.kill(parts["engine"], signal.SIGKILL)
+        assert life.rest(240.0) == ""
+    said = "".join(life.lines)
+    assert f"the fork server (pid {server.pid}) was ended by SIGKILL: its parts live on" in said
+    assert f"engine (pid {parts['engine']}) ended; how is not known" in said
+    assert "; it serves again after " in said
+    assert not wait_gone([server.pid, *parts.values()], 20.0)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 12)
