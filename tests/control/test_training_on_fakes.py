@@ -173,7 +173,7 @@ def test_spans_tell_what_every_lane_did_and_when(tmp_path: Path) -> None:
     life = live(Plan(run_dir=tmp_path, steps=4))
     named = Counter((span.lane, span.name) for span in life.seen.all_spans)
     assert named["rollout", "episode"] == 4 * 2 * 3
-    assert 4 <= named["scoring", "score"] <= 4 * 2 * 3, "scores at the same time share a span"
+    assert 1 <= named["scoring", "score"] <= 4 * 2 * 3, "scores at the same time share a span"
     assert named["sync", "publish"] == named["sync", "stage"] == named["sync", "commit"] == 5
     assert named["learner", "wait batch"] >= 1
     assert all(0 <= span.start_s <= span.end_s <= life.seconds for span in life.seen.all_spans)

@@ -14,13 +14,18 @@ import pytest
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger import Fates, SqliteLedger, migrate
+from headrace.flow.ledger.base import EndEpisode
 from headrace.flow.ledger.opening import open_ledger
 from headrace.testing.ledgers import commit, part, running, sampled, stream, trained
+from headrace.testing.ledgers import episode as made
 from headrace.types.group import GroupState
 from tests.flow.redis_server import started
 
 VERSION_1 = Path(__file__).with_name("ledger_v1.sqlite")
 """Written by the program of format 1: two groups trained, one ready, one running, one dropped."""
+VERSION_5 = Path(__file__).with_name("ledger_v5.sqlite")
+"""Written by the program of format 5, in which every episode had a row of turns: a group trained, one ready, and
+one that runs, with an episode whose turn has more than tokens, and a part of another."""
 
 
 def opened(path: Path, **more: bool) -> SqliteLedger:
@@ -43,6 +48,24 @@ def test_ledger_of_format_1_is_brought_forward_with_all_it_holds(tmp_path: Path)
         (2, GroupState.READY, 2, 0),
         (3, GroupState.SUBMITTED, 1, 1),
     ]
+
+
+def test_ledger_of_format_5_is_brought_forward_with_all_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    shutil.copy(VERSION_5, path)
+    ledger = opened(path, checked=True)
+    assert ledger.conservation().holds
+    assert ledger.conservation().tokens == Fates(submitted=25, trained=8, in_flight=17)
+    (_, answer), (episode,) = ledger.episodes(1)[1].turns, ledger.episodes(2)
+    assert answer.tokens.logprobs_T.tolist() == [0.0, -1.0, -2.0, -3.0]
+    assert (episode.parts, episode.turns[1].reward, episode.turns[1].untrained) == ({"a": 0.5}, 0.25, "not_chosen")
+    assert episode.turns[1].tokens.entropies_T is not None
+    assert episode.turns[1].tokens.entropies_T.tolist() == [0.0, 0.5, 1.0, 1.5]
+    ended = [EndEpisode(episode=made(2, place), at_s=5.0) for place in range(2)]
+    ledger.apply(*ended)  # old rows and new ones beside each other
+    assert [each.num_sampled for number in (0, 1, 2) for each in ledger.episodes(number)] == [4] * 6
+    assert ledger.conservation().tokens.dropped == {"discarded": 1}
+    ledger.close()
 
 
 def test_migration_that_fails_leaves_the_older_format_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger import InlineWriter, SqliteLedger, ThreadedWriter
-from headrace.flow.ledger.base import EndEpisode, Move, Note, Operation, Submit
+from headrace.flow.ledger import writer as ledger_writer
+from headrace.flow.ledger.base import EndEpisode, Move, Note, Operation, Stream, Submit
 from headrace.types.group import GroupState
 from tests.flow.episodes import ended, sampled
 
@@ -218,6 +219,21 @@ def test_move_of_a_flow_reaches_the_ledger_through_a_thread(tmp_path: Path) -> N
         return dropped
 
     assert asyncio.run(main()) == 2
+
+
+def test_parts_of_running_turns_do_not_wait_for_what_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_writer, "GATHER_S", 600.0)
+    recorded = threading.Event()
+
+    class Telling:
+        def apply(self, *operations: Operation) -> None:
+            recorded.set()
+
+    writer = ThreadedWriter(Telling())
+    writer.write(NOTE)
+    writer.write(Stream(parts=(), at_s=0.0))
+    assert recorded.wait(30)
+    writer.close()
 
 
 def test_operations_that_nobody_waits_for_are_recorded_together_and_in_order() -> None:

@@ -12,8 +12,10 @@ import pytest
 
 from headrace.errors import LedgerError
 from headrace.flow.ledger import Fates, SqliteLedger
-from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Note, Operation, Submit
+from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, Note, Operation, Submit
 from headrace.flow.ledger.browse import Browser
+from headrace.flow.ledger.sqlite import IN_MEMORY
+from headrace.types.episode import EpisodeStatus
 from headrace.types.group import GroupState
 from headrace.types.scored import Learned
 from tests.flow.episodes import as_told, ended, sampled
@@ -198,6 +200,23 @@ def test_refused_operation_leaves_no_trace(ledger: SqliteLedger) -> None:
     assert ledger.conservation().groups.submitted == 2
 
 
+def test_operations_in_one_transaction_come_to_the_same_as_one_after_the_other(ledger: SqliteLedger) -> None:
+    out = DropEpisodes(number=2, places=(0,), status=EpisodeStatus.MASKED, reason="too_long", at_s=2.0)
+    lives = [*trained(0), commit(1, 0), *ready(1, version=1), *ready(2), out, *ready(3)[:5]]
+    lives += [move(3, GroupState.DROPPED, reason="r"), move(1, GroupState.TAKEN, step=1)]
+    other = SqliteLedger(IN_MEMORY, group_size=SIZE, groups_per_step=1)
+    apply(other, *lives)
+    ledger.apply(*lives)
+    assert (ledger.conservation(), ledger.steps()) == (other.conservation(), other.steps())
+    assert ledger.attempts(0) == other.attempts(0)
+    told = [[(g.number, g.state, g.step, g.oldest_version) for g in each.recall(1).groups] for each in (ledger, other)]
+    assert told[0] == told[1]
+    assert (1, GroupState.READY, 1, 1) in told[0]
+    for number in range(4):
+        assert [as_told(each) for each in ledger.episodes(number)] == [as_told(e) for e in other.episodes(number)]
+    other.close()
+
+
 def test_books_are_of_one_moment_while_another_process_writes(ledger: SqliteLedger, path: Path) -> None:
     apply(ledger, *ready(0))
     reader = SqliteLedger.open(path)
@@ -256,7 +275,7 @@ def test_empty_or_missing_ledger_is_refused_for_reading(path: Path) -> None:
 
 def test_episode_whose_bytes_rotted_is_refused_in_words(ledger: SqliteLedger) -> None:
     apply(ledger, *ready(0))
-    ledger._db.execute("UPDATE turns SET turns = x'c1' WHERE position = 1")
+    ledger._db.execute("UPDATE bundles SET turns = x'c1'")
     with pytest.raises(LedgerError, match="cannot be read"):
         ledger.recall(0)
 

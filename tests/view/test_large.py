@@ -11,8 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from headrace.clock import RealClock
-from headrace.flow.ledger.turns import encode_turns
+from headrace.flow.ledger.bundles import encode_bundle
 from headrace.observe import JsonlWriter
+from headrace.types.episode import Episode, EpisodeKey
 from headrace.types.observation import StepRecord
 from headrace.types.trace import Span
 from headrace.view import OpenRun
@@ -34,10 +35,11 @@ SIZE = 4
 def write_large(directory: Path) -> Path:
     """Written past the ledger's operations, which would take minutes."""
     write_run(directory, steps=1)
-    turns = encode_turns([given("What is it?"), sampled("42 or so", version=0, parent=0)])
+    turns = [given("What is it?"), sampled("42 or so", version=0, parent=0)]
+    bundle, _ = encode_bundle([Episode(key=EpisodeKey(0, place), turns=turns) for place in range(SIZE)])
     with sqlite3.connect(directory / "ledger.sqlite", isolation_level=None) as db:
         db.execute("BEGIN")
-        for table in ("episodes", "turns", "groups", "steps", "versions"):
+        for table in ("episodes", "bundles", "groups", "steps", "versions"):
             db.execute(f"DELETE FROM {table}")
         numbers = range(STEPS * GROUPS)
         db.executemany(
@@ -46,14 +48,14 @@ def write_large(directory: Path) -> Path:
             ((n, max(0, n // GROUPS - 1), n // GROUPS, STARTED_S, STARTED_S) for n in numbers),
         )
         db.executemany(
-            "INSERT INTO episodes VALUES (?, ?, 'scored', '', ?, 8, ?, ?, ?, '{}', '{}')",
+            "INSERT INTO episodes VALUES (?, ?, 'scored', '', ?, 8, ?, ?, ?, '{}', '{}', ?, ?)",
             (
-                (n, p, (n * 7 + p) % 11 / 10, max(0, n // GROUPS - 1), max(0, n // GROUPS - 1), STARTED_S)
+                (n, p, (n * 7 + p) % 11 / 10, max(0, n // GROUPS - 1), max(0, n // GROUPS - 1), STARTED_S, n, p)
                 for n in numbers
                 for p in range(SIZE)
             ),
         )
-        db.executemany("INSERT INTO turns VALUES (?, ?, ?)", ((n, p, turns) for n in numbers for p in range(SIZE)))
+        db.executemany("INSERT INTO bundles VALUES (?, ?)", ((n, bundle) for n in numbers))
         db.executemany(
             "INSERT INTO steps VALUES (?, ?, '{}', ?, ?)",
             ((step, GROUPS * SIZE * 8, json.dumps({1: GROUPS * SIZE * 8}), STARTED_S) for step in range(STEPS)),

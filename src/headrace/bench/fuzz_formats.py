@@ -11,6 +11,7 @@ import random
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from headrace.bench.fuzz_weights import weight_formats
 from headrace.bridges.atropos import Answers, read_batch
 from headrace.errors import DataError, LedgerError, RunError
 from headrace.flow.ledger.base import Move, Operation, Submit
+from headrace.flow.ledger.bundles import decode_entry, encode_bundle
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
-from headrace.types.episode import Turn
+from headrace.types.episode import Episode, EpisodeKey, Turn
 from headrace.types.group import GroupState
 from headrace.types.messages import controller, engine, environment, learner, scorer
 from headrace.types.messages.codec import Codec
@@ -62,6 +64,7 @@ def formats(scratch: Path) -> list[Format]:
         *(_messages(receiver, rng) for receiver in RECEIVERS),
         _operations(rng),
         _turns(rng),
+        _bundles(rng),
         _learned(rng),
         _batches(),
         *(Format(name=name, share=share, seeds=seeds, change=change, read=read)
@@ -145,7 +148,16 @@ def _begun() -> SqliteLedger:
 def _turns(rng: random.Random) -> Format:
     seeds = [encode_turns(sound(Turn, rng, 2)) for _ in range(4 * EXAMPLES)]
     read = refuses(msgspec.MsgspecError)(decode_turns)
-    return Format(name="turns of an episode", share=0.06, seeds=seeds, change=changed_msgpack, read=read)
+    return Format(name="turns of an episode", share=0.03, seeds=seeds, change=changed_msgpack, read=read)
+
+
+def _bundles(rng: random.Random) -> Format:
+    def some() -> list[Episode]:
+        return [Episode(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
+
+    seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
+    read = refuses(msgspec.MsgspecError)(partial(decode_entry, entry=1))
+    return Format(name="episodes in a bundle", share=0.03, seeds=seeds, change=changed_msgpack, read=read)
 
 
 def _learned(rng: random.Random) -> Format:

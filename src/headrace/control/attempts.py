@@ -33,8 +33,9 @@ class Attempts:
 
     def ended(self, number: int, at_s: float) -> None:
         """An episode of the group has come to its end."""
-        if number in self._by_number:
-            self._by_number[number].ends_s.append(at_s)
+        attempt = self._by_number.get(number)
+        if attempt is not None:
+            attempt.ends_s.append(at_s)
 
     def take(self, numbers: Iterable[int]) -> dict[int, Attempt]:
         """Those of a batch; one that a former life began is told nothing of."""

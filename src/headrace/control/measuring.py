@@ -6,15 +6,14 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 from headrace.control.attempts import Attempt
+from headrace.control.seen import Seen, Told
 from headrace.control.state import RunState
-from headrace.flow.filters import compared
-from headrace.types.episode import Episode, StopReason, Turn, role_of
+from headrace.flow.filters import rewards_of
+from headrace.types.episode import Episode, Turn, role_of
 from headrace.types.metrics import as_label, quantile
-from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import IntColumn
 
 MOST_LABELS = 32
@@ -28,56 +27,31 @@ TAIL = 0.9
 """The episodes after this share of a batch are its stragglers."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Told:
-    """Some episodes, or the shares of them that one agent had: a column each."""
-
-    lengths: list[int] = field(default_factory=list)
-    """Sampled tokens."""
-    turns: list[int] = field(default_factory=list)
-    """Sampled ones."""
-    rewards: list[float] = field(default_factory=list)
-    """Of those that have one."""
-
-    def add(self, length: int, turns: int, reward: float | None) -> None:
-        self.lengths.append(length)
-        self.turns.append(turns)
-        if reward is not None:
-            self.rewards.append(reward)
-
-
-def episode_metrics(batch: Mapping[int, Sequence[Episode]], attempts: Mapping[int, Attempt]) -> dict[str, float]:
-    """Rewards, lengths and turns of a batch, given as the episodes of each group that are trained: over all of them, by
-    environment and by agent."""
-    every, of_env, authors, truncated = _Told(), dict[str, _Told](), set[str](), 0
-    for number, episodes in batch.items():
-        env = attempts[number].env
-        told = of_env.setdefault(env, _Told()) if env else None
-        for episode in episodes:
-            length, turns, cut = _look_at(episode, authors)
-            truncated += cut
-            every.add(length, turns, episode.reward)
-            if told is not None:
-                told.add(length, turns, episode.reward)
-    if not every.lengths:
+def episode_metrics(seen: Seen, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Rewards, lengths and turns of a batch: over all episodes, by environment and by agent. ``attempts``: one for each
+    group."""
+    if not seen.episodes:
         return {}
-    mean = {"length_mean": statistics.fmean(every.lengths)}
-    metrics = {**mean, **_over_all(every), "truncated_frac": truncated / len(every.lengths), **_labelled("env", of_env)}
-    if len(authors) > 1:
-        metrics |= _labelled("agent", _by_agent(chain(*batch.values())))
+    lengths = seen.told.lengths
+    mean = {"length_mean": statistics.fmean(lengths), "truncated_frac": seen.truncated / len(lengths)}
+    metrics = {**mean, **_over_all(seen.told), **_labelled("env", _by_env(seen, attempts))}
+    if len(seen.authors) > 1:
+        metrics |= _labelled("agent", _by_agent(seen.episodes))
     return metrics
 
 
-def _look_at(episode: Episode, authors: set[str]) -> tuple[int, int, bool]:
-    """Sampled tokens and turns of the episode itself, and whether one was cut off; ``authors`` hears whose they are."""
-    length = turns = 0
-    cut = False
-    for turn in episode.turns:
-        if turn.stop_reason is not None and turn.branch is None:
-            length, turns = length + len(turn.tokens.ids_T), turns + 1
-            cut = cut or turn.stop_reason is StopReason.LENGTH
-            authors.add(turn.author)
-    return length, turns, cut
+def _by_env(seen: Seen, attempts: Sequence[Attempt]) -> dict[str, Told]:
+    of_env: dict[str, Told] = {}
+    begin = 0
+    for attempt, size in zip(attempts, seen.sizes, strict=True):
+        end = begin + size
+        if attempt.env:
+            told = of_env.setdefault(attempt.env, Told())
+            told.lengths += seen.told.lengths[begin:end]
+            told.turns += seen.told.turns[begin:end]
+            told.rewards += rewards_of(seen.episodes[begin:end])
+        begin = end
+    return of_env
 
 
 def own_turns(episode: Episode) -> list[Turn]:
@@ -95,9 +69,9 @@ def sampled_length(episode: Episode) -> int:
     return sum(len(turn.tokens) for turn in episode.turns if turn.stop_reason is not None)
 
 
-def _by_agent(episodes: Iterable[Episode]) -> dict[str, _Told]:
+def _by_agent(episodes: Iterable[Episode]) -> dict[str, Told]:
     """A column for each role: agents of one role are alike."""
-    of_agent: dict[str, _Told] = {}
+    of_agent: dict[str, Told] = {}
     for episode in episodes:
         shares: dict[str, list[Turn]] = {}
         for turn in own_turns(episode):
@@ -105,12 +79,13 @@ def _by_agent(episodes: Iterable[Episode]) -> dict[str, _Told]:
         for author, turns in shares.items():
             earned = [turn.reward for turn in turns if turn.reward is not None]
             reward = episode.agent_rewards.get(author, sum(earned) if earned else episode.reward)
-            length = sum(len(turn.tokens) for turn in turns)
-            of_agent.setdefault(role_of(author), _Told()).add(length, len(turns), reward)
+            share = Told(lengths=[sum(len(turn.tokens) for turn in turns)], turns=[len(turns)])
+            share.rewards = [] if reward is None else [reward]
+            of_agent.setdefault(role_of(author), Told()).add(share)
     return of_agent
 
 
-def _over_all(told: _Told) -> dict[str, float]:
+def _over_all(told: Told) -> dict[str, float]:
     rewards, lengths = sorted(told.rewards), sorted(told.lengths)
     metrics = {
         "length_p10": float(quantile(lengths, 0.1)),
@@ -124,14 +99,11 @@ def _over_all(told: _Told) -> dict[str, float]:
     return metrics
 
 
-def _labelled(of: str, told: Mapping[str, _Told]) -> dict[str, float]:
+def _labelled(of: str, told: Mapping[str, Told]) -> dict[str, float]:
     """The same for each label: the commonest keep their names."""
-    merged: dict[str, _Told] = {}
+    merged: dict[str, Told] = {}
     for rank, (name, each) in enumerate(sorted(told.items(), key=lambda item: -len(item[1].lengths))):
-        into = merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", _Told())
-        into.lengths += each.lengths
-        into.turns += each.turns
-        into.rewards += each.rewards
+        merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", Told()).add(each)
     metrics: dict[str, float] = {}
     for label, some in merged.items():
         name = f"{of}/{label}"
@@ -144,13 +116,10 @@ def _labelled(of: str, told: Mapping[str, _Told]) -> dict[str, float]:
     return metrics
 
 
-def group_metrics(groups: Sequence[ScoredGroup], episodes: Sequence[Episode]) -> dict[str, float]:
+def group_metrics(seen: Seen) -> dict[str, float]:
     """Groups without anything to prefer in them, and how much episodes repeat themselves."""
-    metrics: dict[str, float] = {}
-    rewards = [compared(group.counted) for group in groups if len(group.episodes) > 1]
-    if rewards:
-        equal = [all(len(set(of_role)) <= 1 for of_role in of_group) for of_group in rewards]
-        metrics["zero_variance_frac"] = sum(equal) / len(equal)
+    metrics = {"zero_variance_frac": sum(seen.equal) / len(seen.equal)} if seen.equal else {}
+    episodes = seen.episodes
     read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
     shares = [share for episode in read if (share := _repeats(episode)) is not None]
     if shares:
@@ -159,7 +128,7 @@ def group_metrics(groups: Sequence[ScoredGroup], episodes: Sequence[Episode]) ->
 
 
 def _repeats(episode: Episode) -> float | None:
-    sampled = [turn.tokens.ids_T for turn in own_turns(episode)]
+    sampled = [turn.tokens.ids_T for turn in own_turns(episode) if len(turn.tokens.ids_T) > GRAM]
     return repetition(max(sampled, key=len)[-MOST_READ:]) if sampled else None
 
 
@@ -195,11 +164,11 @@ def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
     return {"version_spread": float(max(ages) - min(ages)), "version_std": math.sqrt(variance), "age_p90": float(age)}
 
 
-def part_means(episodes: Iterable[Episode]) -> dict[str, float]:
+def part_means(seen: Seen) -> dict[str, float]:
     """The mean of each component of the reward."""
     values: dict[str, list[float]] = {}
-    for episode in (episode for episode in episodes if episode.parts):
-        for name, value in episode.parts.items():
+    for parts in seen.parts:
+        for name, value in parts.items():
             values.setdefault(f"reward/{name}", []).append(value)
     return {name: statistics.fmean(each) for name, each in values.items()}
 
@@ -210,7 +179,7 @@ def straggler_s(attempts: Iterable[Attempt], waited: tuple[float, float]) -> flo
     >>> straggler_s([Attempt(ends_s=[1.0] * 9 + [8.0])], (0.0, 9.0))
     7.0
     """
-    ends_s = sorted(end_s for attempt in attempts for end_s in attempt.ends_s)
+    ends_s = sorted(chain(*[attempt.ends_s for attempt in attempts]))
     if len(ends_s) < 2:
         return 0.0
     most_s = ends_s[min(math.ceil(TAIL * len(ends_s)), len(ends_s) - 1) - 1]

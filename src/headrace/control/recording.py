@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-
-import numpy as np
 
 from headrace.control.measuring import (
     age_metrics,
@@ -18,6 +17,7 @@ from headrace.control.measuring import (
     straggler_s,
     wasted_tokens,
 )
+from headrace.control.seen import look_at
 from headrace.control.state import WINDOW_S, RunState
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
@@ -44,15 +44,14 @@ class StepDone:
 def step_record(state: RunState, done: StepDone) -> StepRecord:
     """What ``metrics.jsonl`` keeps of one step."""
     report, tally = done.report, state.tally
-    batch = {group.number: group.scored for group in done.groups}
-    episodes = list(chain(*batch.values()))
-    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    seen = look_at(done.groups)
+    rewards = seen.told.rewards
     sampled, tally.fresh_rewards = tally.fresh_rewards, []
     eval_version, tally.fresh_eval = tally.fresh_eval, None
     held_back_s, tally.held_back_s = tally.held_back_s, 0.0
     attempts = state.attempts.take(group.number for group in done.groups)
     state.attempts.keep(state.flow.state.groups)
-    of_episodes = episode_metrics(batch, attempts)
+    of_episodes = episode_metrics(seen, list(attempts.values()))
     return StepRecord(
         step=report.step,
         version=report.step + 1,
@@ -61,7 +60,7 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         unix_s=state.parts.clock.wall(),
         reward_mean=statistics.fmean(rewards) if rewards else None,
         reward_sampled=statistics.fmean(sampled) if sampled else None,
-        reward_std=float(np.std(rewards)) if rewards else None,
+        reward_std=_std(rewards) if rewards else None,
         reward_min=min(rewards, default=None),
         reward_max=max(rewards, default=None),
         eval_accuracy=None if eval_version is None else tally.evals[eval_version],
@@ -71,10 +70,10 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
             **report.metrics,
             **age_metrics(done.ages),
             **_tuned_and_grown(state),
-            **part_means(episodes),
+            **part_means(seen),
             **of_episodes,
-            **group_metrics(done.groups, episodes),
-            **part_metrics(state, len(episodes)),
+            **group_metrics(seen),
+            **part_metrics(state, len(seen.episodes)),
             **state.system,
         },
         trained_tokens=report.trained_tokens,
@@ -92,6 +91,12 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         dropped_tokens=dict(tally.dropped_tokens),
         wasted_tokens=wasted_tokens(state),
     )
+
+
+def _std(values: Sequence[float]) -> float:
+    """Their standard deviation; there is at least one."""
+    mean = statistics.fmean(values)
+    return math.dist(values, [mean] * len(values)) / math.sqrt(len(values))
 
 
 def _tuned_and_grown(state: RunState) -> dict[str, float]:

@@ -192,9 +192,9 @@ class RunState:
 
     def episode_ended(self, key: EpisodeKey, start_s: float) -> None:
         """An episode ran from ``start_s`` until now."""
-        end_s, (group, place) = self.parts.clock.now(), key
-        self.attempts.ended(group, end_s)
-        self.observers.span(Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=f"{group}.{place}"))
+        end_s = self.parts.clock.now()
+        self.attempts.ended(key.group, end_s)
+        self.observers.episode(key, start_s, end_s)
 
     @property
     def stop_asked(self) -> bool:

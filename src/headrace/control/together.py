@@ -8,14 +8,12 @@ from headrace.clock import Clock
 from headrace.control.observer import Observers
 from headrace.types.trace import Span
 
-PIECE_S = 0.25
-"""A lane that stays busy tells so at least this often, when something ends."""
-
 
 class Together:
     """Tells when at least one task is at it: a lane with thousands of short spans a second costs a few long ones.
 
-    Every task enters it as a context manager; several may be within at once.
+    Every task enters it as a context manager; several may be within at once. What lasts is told in pieces, whenever
+    the observers are told something.
     """
 
     def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
@@ -25,6 +23,7 @@ class Together:
         self._clock = clock
         self._num = 0
         self._since_s = 0.0
+        observers.ask(self._so_far)
 
     def __enter__(self) -> None:
         if not self._num:
@@ -32,8 +31,12 @@ class Together:
         self._num += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._num == 1:
+            self._observers.spans(self._so_far())
         self._num -= 1
-        now_s = self._clock.now()
-        if not self._num or now_s - self._since_s >= PIECE_S:
-            self._observers.span(Span(lane=self._lane, name=self._name, start_s=self._since_s, end_s=now_s))
-            self._since_s = now_s
+
+    def _so_far(self) -> list[Span]:
+        if not self._num:
+            return []
+        since_s, self._since_s = self._since_s, self._clock.now()
+        return [Span(lane=self._lane, name=self._name, start_s=since_s, end_s=self._since_s)]

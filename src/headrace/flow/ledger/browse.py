@@ -155,17 +155,17 @@ class Browser:
     def episode(self, key: EpisodeKey) -> Episode | None:
         """One episode with everything it holds; ``None`` where it has not ended, or there is none."""
         query = (
-            "SELECT status, cause, reward, reward_parts, agent_rewards, turns FROM episodes"
-            " JOIN turns USING (group_number, position) WHERE group_number = ? AND position = ?"
+            "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
+            " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"
         )
         rows = self._all(query, key)
         if not rows:
             return None
-        status, cause, reward, parts, agents, turns = rows[0]
+        status, cause, reward, parts, agents, turns, entry = rows[0]
         with self._explained():
             return Episode(
                 key=key,
-                turns=decode_turns(turns),
+                turns=decode_turns(turns, entry),
                 status=EpisodeStatus(status),
                 reward=reward,
                 parts=json.loads(parts),
@@ -183,7 +183,7 @@ class Browser:
         """The episodes before ``key`` (``None``: the last ones), backwards, with their turns."""
         at = (2**62, 0) if key is None else tuple(key)
         keys = self._all(
-            "SELECT group_number, position FROM turns WHERE (group_number, position) < (?, ?)"
+            "SELECT group_number, position FROM episodes WHERE (group_number, position) < (?, ?)"
             " ORDER BY group_number DESC, position DESC LIMIT ?",
             (*at, limit),
         )

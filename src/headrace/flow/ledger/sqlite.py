@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,26 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import LedgerError
-from headrace.flow.ledger.base import (
-    Attempt,
-    CommitVersion,
-    Conservation,
-    DropEpisodes,
-    EndEpisode,
-    EndStep,
-    Lengths,
-    Move,
-    Note,
-    Operation,
-    Recalled,
-    RecalledGroup,
-    Stream,
-    Submit,
-)
+from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.migrate import migrate
-from headrace.flow.ledger.turns import decode_turns, encode_learned, encode_part, encode_turns, join_parts
+from headrace.flow.ledger.turns import decode_turns, join_parts
 from headrace.flow.ledger.upkeep import LogCopier
+from headrace.flow.ledger.writing import Writing
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 
@@ -62,16 +48,6 @@ class SqliteLedger:
         self._one_at_a_time = threading.RLock()  # a writer's thread records while another counts
         self._uncopied_bytes = 0
         self._copier: LogCopier | None = None
-        self._write: dict[type, Callable[[Any], None]] = {
-            Submit: self._submit,
-            Move: self._move,
-            Stream: self._stream,
-            EndEpisode: self._end_episode,
-            DropEpisodes: self._drop_episodes,
-            EndStep: self._end_step,
-            CommitVersion: self._commit_version,
-            Note: self._note,
-        }
         with self._explained("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
@@ -104,94 +80,13 @@ class SqliteLedger:
     def apply(self, *operations: Operation) -> None:
         with self._explained("written"):
             with self._transaction():
+                writing = Writing(self._db)
                 for operation in operations:
-                    self._write[type(operation)](operation)
-            self._uncopied_bytes += _TRANSACTION_BYTES
+                    writing.add(operation)
+                writing.finish()
+            self._uncopied_bytes += writing.num_bytes + _TRANSACTION_BYTES
             if self._uncopied_bytes >= COPY_BYTES:
                 self._copy_log()
-
-    def _submit(self, op: Submit) -> None:
-        self._db.executemany(
-            "INSERT INTO groups (number, row, state, submitted_s, moved_s) VALUES (?, ?, ?, ?, ?)",
-            [(n, row, GroupState.SUBMITTED, op.at_s, op.at_s) for n, row in zip(op.numbers, op.rows, strict=True)],
-        )  # fmt: skip
-
-    def _move(self, op: Move) -> None:
-        self._db.executemany(
-            "UPDATE groups SET state = ?, reason = ?, oldest_version = coalesce(?, oldest_version),"
-            " step = coalesce(?, step), moved_s = ? WHERE number = ?",
-            [(op.state, op.reason, op.oldest_version, op.step, op.at_s, number) for number in op.numbers],
-        )
-
-    def _stream(self, op: Stream) -> None:
-        for part in op.parts:
-            if part.lost:
-                self._lose(part.key, part.lost, turn=part.turn)
-            if not len(part.tokens) and part.stop_reason is None:
-                continue
-            blob = encode_part(part)
-            self._uncopied_bytes += len(blob)
-            self._db.execute(
-                "INSERT INTO parts (group_number, position, turn, prompt, sampled_tokens, tokens)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (*part.key, part.turn, part.prompt, len(part.tokens), blob),
-            )
-
-    def _lose(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
-        """The parts of an episode, or of one of its turns, are void; all but ``kept`` of their tokens with them."""
-        those = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
-        at = (*key, turn)
-        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {those}", at).fetchone()
-        if tokens is None:
-            return
-        self._db.execute(f"DELETE FROM parts {those}", at)
-        if tokens > kept:
-            self._db.execute(
-                "INSERT INTO lost_tokens VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
-                (reason, tokens - kept),
-            )
-
-    def _end_episode(self, op: EndEpisode) -> None:
-        episode = op.episode
-        oldest, newest = episode.versions() or (None, None)
-        num_sampled, blob = episode.num_sampled, encode_turns(episode.turns)
-        self._uncopied_bytes += len(blob)
-        self._lose(episode.key, "discarded", kept=num_sampled)
-        self._db.execute(
-            "INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *episode.key, episode.status, episode.cause, episode.reward, num_sampled, oldest, newest, op.at_s,
-                _words(episode.parts), _words(episode.agent_rewards),
-            ),
-        )  # fmt: skip
-        self._db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?, ?)", (*episode.key, blob))
-
-    def _drop_episodes(self, op: DropEpisodes) -> None:
-        for place in op.places:
-            changed = self._db.execute(
-                "UPDATE episodes SET status = ?, cause = ? WHERE group_number = ? AND position = ?",
-                (op.status, op.reason, op.number, place),
-            )
-            if changed.rowcount != 1:
-                raise sqlite3.IntegrityError(f"episode {EpisodeKey(op.number, place)} has not ended")
-
-    def _end_step(self, op: EndStep) -> None:
-        self._db.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
-            (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), op.at_s),
-        )
-        if op.learned is not None:
-            blob = encode_learned(op.learned)
-            self._uncopied_bytes += len(blob)
-            self._db.execute("INSERT OR REPLACE INTO learned VALUES (?, ?)", (op.step, blob))
-        self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))
-
-    def _commit_version(self, op: CommitVersion) -> None:
-        self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (op.version, op.checksum, op.at_s))
-        self._move(Move(numbers=op.numbers, state=GroupState.RELEASED, at_s=op.at_s))
-
-    def _note(self, op: Note) -> None:
-        self._db.execute("INSERT INTO notes (kind, detail, at_s) VALUES (?, ?, ?)", (op.kind, op.detail, op.at_s))
 
     def recall(self, step: int) -> Recalled:
         with self._explained("rolled back"), self._transaction():
@@ -228,22 +123,21 @@ class SqliteLedger:
     def episodes(self, number: int) -> list[Episode]:
         with self._explained("read"):
             rows = self._db.execute(
-                "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns"
-                " FROM episodes JOIN turns USING (group_number, position)"
-                " WHERE group_number = ? ORDER BY position",
+                "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
+                " FROM episodes JOIN bundles ON id = bundle WHERE group_number = ? ORDER BY position",
                 (number,),
             )
             return [
                 Episode(
                     key=EpisodeKey(number, position),
-                    turns=decode_turns(turns),
+                    turns=decode_turns(turns, entry),
                     status=EpisodeStatus(status),
                     reward=reward,
                     parts=json.loads(parts),
                     agent_rewards=json.loads(agents),
                     cause=cause,
                 )
-                for position, status, cause, reward, parts, agents, turns in rows
+                for position, status, cause, reward, parts, agents, turns, entry in rows
             ]
 
     def _begun(self, number: int) -> list[TurnPart]:
@@ -365,7 +259,3 @@ class SqliteLedger:
                 f"the ledger {self._path} cannot be {action}: {error}",
                 remedy="check that its disk has room (df -h) and the file is writable and whole, then resume the run",
             ) from error
-
-
-def _words(rewards: Mapping[str, float]) -> str:
-    return json.dumps(rewards) if rewards else "{}"

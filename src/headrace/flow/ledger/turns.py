@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from headrace.flow.ledger.bundles import decode_entry
 from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
 from headrace.types.messages.codec import Codec
 from headrace.types.recorded import KeptSets, Routing
@@ -64,8 +65,11 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
     )
 
 
-def decode_turns(data: bytes) -> list[Turn]:
-    """The turns in ``data``, token for token; ``msgspec.MsgspecError`` where there are none."""
+def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
+    """The turns in ``data``, token for token; ``msgspec.MsgspecError`` where there are none. ``entry``: which episode
+    of a bundle; ``None`` where it is none."""
+    if entry is not None:
+        return decode_entry(data, entry)
     try:
         return [_turn(turn) for turn in _CODEC.decode(data)]
     except ValueError as error:  # columns that do not fit one another

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from headrace.flow.ledger.base import Ledger, Operation
+from headrace.flow.ledger.base import Ledger, Operation, Stream
 
-GATHER_S = 0.005
+GATHER_S = 0.025
 """How long operations gather before they are recorded together, where nobody waits for it."""
 MOST_TOGETHER = 256
 """Operations of one transaction."""
@@ -86,6 +86,8 @@ class ThreadedWriter:
         if self._error is not None:
             raise self._error
         self._queue.append(operation)
+        if isinstance(operation, Stream):  # of running turns no more may be lost than was agreed
+            self._awaited.set()
         if not self._given.is_set():
             self._given.set()
 

@@ -1,0 +1,187 @@
+"""Episodes that ended together, column by column: to bytes and back.
+
+Shape legend: E episodes, K their turns, N the tokens of these, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from headrace.types.episode import Branch, Episode, StopReason, Turn
+from headrace.types.messages.codec import Codec
+from headrace.types.recorded import KeptSets, Routing
+from headrace.types.taught import Taught
+from headrace.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.types.versions import FROZEN, NOT_SAMPLED, oldest
+
+MOST_TOKENS = 4096
+"""Of one bundle, unless a single episode has more: who reads one episode reads its bundle."""
+_LATEST = np.iinfo(np.int32).max
+
+
+class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What most turns do not have; the fields of a turn and of its tokens."""
+
+    context_routing: Routing | None = None
+    failed: bool = False
+    untrained: str = ""
+    reward: float | None = None
+    process: float | None = None
+    branch: Branch | None = None
+    kept: KeptSets | None = None
+    routing: Routing | None = None
+    entropies_T: FloatColumn | None = None
+    taught: Taught | None = None
+
+
+_NO_MORE = _More()
+
+
+class _Bundle(msgspec.Struct, frozen=True, array_like=True):
+    turns_E: list[int]
+    """How many turns each episode has."""
+    lengths_K: list[int]
+    """How many tokens each turn has."""
+    authors_K: list[str]
+    parents_K: list[int | None]
+    stops_K: list[StopReason | None]
+    ids_N: IntColumn
+    logprobs_N: FloatColumn
+    versions_N: IntColumn
+    more: dict[int, _More]
+    """By the place of the turn among the K."""
+
+
+_CODEC = Codec(_Bundle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What is counted of the tokens of one episode."""
+
+    count: int
+    """Those that were sampled."""
+    oldest: int | None
+    """The oldest version of the policy that sampled one; ``None`` where it sampled none."""
+    newest: int | None
+    """The newest one."""
+
+
+def bundled(episodes: Sequence[Episode]) -> Iterator[Sequence[Episode]]:
+    """The same in order, a bundle at a time."""
+    begin = tokens = 0
+    for place, episode in enumerate(episodes):
+        size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
+        if place > begin and tokens + size > MOST_TOKENS:
+            yield episodes[begin:place]
+            begin, tokens = place, 0
+        tokens += size
+    if episodes:
+        yield episodes[begin:]
+
+
+def encode_bundle(episodes: Sequence[Episode]) -> tuple[bytes, list[Sampled]]:
+    """The bytes that the ledger keeps of them, and what it counts of each."""
+    turns = [turn for episode in episodes for turn in episode.turns]
+    spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
+    more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
+    bundle = _Bundle(
+        turns_E=[len(episode.turns) for episode in episodes],
+        lengths_K=[len(turn.tokens.ids_T) for turn in turns],
+        authors_K=[turn.author for turn in turns],
+        parents_K=[turn.parent for turn in turns],
+        stops_K=[turn.stop_reason for turn in turns],
+        ids_N=np.concatenate([span.ids_T for span in spans]),
+        logprobs_N=np.concatenate([span.logprobs_T for span in spans]),
+        versions_N=np.concatenate([span.versions_T for span in spans]),
+        more=more,
+    )
+    return _CODEC.encode(bundle), _sampled(bundle)
+
+
+def decode_entry(data: bytes, entry: int) -> list[Turn]:
+    """The turns of one episode of the bundle, token for token; ``msgspec.MsgspecError`` where there are none."""
+    try:
+        bundle: _Bundle = _CODEC.decode(data)
+        if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
+            raise ValueError("a bundle with a negative length, or whose tokens are no column")
+        first = sum(bundle.turns_E[:entry])
+        begin = sum(bundle.lengths_K[:first])
+        turns: list[Turn] = []
+        for place in range(first, first + bundle.turns_E[entry]):
+            end = begin + bundle.lengths_K[place]
+            turns.append(_turn(bundle, place, slice(begin, end)))
+            begin = end
+        return turns
+    except (ValueError, IndexError) as error:  # columns that do not fit one another
+        raise msgspec.ValidationError(str(error)) from None
+
+
+def _more(turn: Turn) -> _More:
+    span = turn.tokens
+    plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
+    plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.taught is None
+    if plain_turn and plain_span and not turn.failed and not turn.untrained:
+        return _NO_MORE
+    return _More(
+        context_routing=turn.context_routing,
+        failed=turn.failed,
+        untrained=turn.untrained,
+        reward=turn.reward,
+        process=turn.process,
+        branch=turn.branch,
+        kept=span.kept,
+        routing=span.routing,
+        entropies_T=span.entropies_T,
+        taught=span.taught,
+    )
+
+
+def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
+    if at.stop > len(bundle.ids_N):
+        raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
+    more = bundle.more.get(place, _NO_MORE)
+    return Turn(
+        author=bundle.authors_K[place],
+        tokens=Tokens(
+            ids_T=bundle.ids_N[at],
+            logprobs_T=bundle.logprobs_N[at],
+            versions_T=bundle.versions_N[at],
+            kept=more.kept,
+            routing=more.routing,
+            entropies_T=more.entropies_T,
+            taught=more.taught,
+        ),
+        parent=bundle.parents_K[place],
+        stop_reason=bundle.stops_K[place],
+        context_routing=more.context_routing,
+        failed=more.failed,
+        untrained=more.untrained,
+        reward=more.reward,
+        process=more.process,
+        branch=more.branch,
+    )
+
+
+def _sampled(bundle: _Bundle) -> list[Sampled]:
+    """As :meth:`Episode.num_sampled` and :meth:`Episode.versions` tell it, of all episodes at once."""
+    ends_K = np.cumsum([0, *bundle.lengths_K])
+    bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
+    versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place
+    sampled_N = versions_N != NOT_SAMPLED
+    own_N = sampled_N & (versions_N != FROZEN)
+    oldest_N = oldest(versions_N)
+    starts_E = bounds[:-1]
+    least_E = np.minimum.reduceat(np.where(own_N, oldest_N, _LATEST), starts_E)
+    most_E = np.maximum.reduceat(np.where(own_N, oldest_N, NOT_SAMPLED), starts_E)
+    counts_E, own_E = (np.diff(np.append(0, np.cumsum(mask_N))[bounds]) for mask_N in (sampled_N, own_N))
+    return [
+        Sampled(count=count, oldest=least if own else None, newest=most if own else None)
+        for count, own, least, most in zip(
+            counts_E.tolist(), own_E.tolist(), least_E.tolist(), most_E.tolist(), strict=True
+        )
+    ]

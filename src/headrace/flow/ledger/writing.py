@@ -1,0 +1,182 @@
+"""Operations into the tables of a database, those of one transaction together: what is alike is written at once, and of
+the states that a group takes within it the last one alone."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from headrace.flow.ledger.base import (
+    CommitVersion,
+    DropEpisodes,
+    EndEpisode,
+    EndStep,
+    Move,
+    Note,
+    Operation,
+    Stream,
+    Submit,
+)
+from headrace.flow.ledger.bundles import bundled, encode_bundle
+from headrace.flow.ledger.turns import encode_learned, encode_part
+from headrace.types.episode import EpisodeKey
+from headrace.types.group import GroupState
+
+
+class Writing:
+    """The operations of one transaction, which whoever makes it begins and commits. They are in the tables after
+    :meth:`finish`; errors are those of ``sqlite3``."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._ended: list[EndEpisode] = []
+        """Episodes that are yet to be written."""
+        self._moves: dict[int, Move] = {}
+        """The last move of each group, with what the ones before said of its version and step."""
+        self.num_bytes = 0
+        """Of what was written, the tokens."""
+
+    def add(self, operation: Operation) -> None:
+        """One more."""
+        self._WRITE[type(operation)](self, operation)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._write_ended()
+        self._write_moves()
+
+    def _submit(self, op: Submit) -> None:
+        self._db.executemany(
+            "INSERT INTO groups (number, row, state, submitted_s, moved_s) VALUES (?, ?, ?, ?, ?)",
+            [(n, row, GroupState.SUBMITTED, op.at_s, op.at_s) for n, row in zip(op.numbers, op.rows, strict=True)],
+        )  # fmt: skip
+
+    def _move(self, op: Move) -> None:
+        for number in op.numbers:
+            before = self._moves.get(number)
+            self._moves[number] = op if before is None else _after(before, op)
+
+    def _write_moves(self) -> None:
+        moves, self._moves = self._moves, {}
+        self._db.executemany(
+            "UPDATE groups SET state = ?, reason = ?, oldest_version = coalesce(?, oldest_version), moved_s = ?"
+            " WHERE number = ?",
+            [(op.state, op.reason, op.oldest_version, op.at_s, number) for number, op in moves.items()],
+        )
+        taken = [(op.step, number) for number, op in moves.items() if op.step is not None]
+        if taken:  # apart: to name a column of an index is to write the index
+            self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", taken)
+
+    def _stream(self, op: Stream) -> None:
+        self._write_ended()
+        for part in op.parts:
+            if part.lost:
+                self._lose(part.key, part.lost, turn=part.turn)
+            if not len(part.tokens) and part.stop_reason is None:
+                continue
+            blob = encode_part(part)
+            self.num_bytes += len(blob)
+            self._db.execute(
+                "INSERT INTO parts (group_number, position, turn, prompt, sampled_tokens, tokens)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (*part.key, part.turn, part.prompt, len(part.tokens), blob),
+            )
+
+    def _lose(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
+        """The parts of an episode, or of one of its turns, are void; all but ``kept`` of their tokens with them."""
+        those = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
+        at = (*key, turn)
+        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {those}", at).fetchone()
+        if tokens is None:
+            return
+        self._db.execute(f"DELETE FROM parts {those}", at)
+        if tokens > kept:
+            self._db.execute(
+                "INSERT INTO lost_tokens VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+                (reason, tokens - kept),
+            )
+
+    def _end_episode(self, op: EndEpisode) -> None:
+        self._ended.append(op)
+
+    def _write_ended(self) -> None:
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        (any_parts,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM parts)").fetchone()
+        at = iter(ended)
+        rows = []
+        for episodes in bundled([op.episode for op in ended]):
+            blob, told = encode_bundle(episodes)
+            self.num_bytes += len(blob)
+            bundle = self._db.execute("INSERT INTO bundles (turns) VALUES (?)", (blob,)).lastrowid
+            for entry, (episode, sampled) in enumerate(zip(episodes, told, strict=True)):
+                if any_parts:
+                    self._lose(episode.key, "discarded", kept=sampled.count)
+                rows.append(
+                    (
+                        *episode.key, episode.status, episode.cause, episode.reward,
+                        sampled.count, sampled.oldest, sampled.newest, next(at).at_s,
+                        _words(episode.parts), _words(episode.agent_rewards), bundle, entry,
+                    )
+                )  # fmt: skip
+        self._db.executemany("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def _drop_episodes(self, op: DropEpisodes) -> None:
+        self._write_ended()
+        for place in op.places:
+            changed = self._db.execute(
+                "UPDATE episodes SET status = ?, cause = ? WHERE group_number = ? AND position = ?",
+                (op.status, op.reason, op.number, place),
+            )
+            if changed.rowcount != 1:
+                raise sqlite3.IntegrityError(f"episode {EpisodeKey(op.number, place)} has not ended")
+
+    def _end_step(self, op: EndStep) -> None:
+        self._db.execute(
+            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
+            (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), op.at_s),
+        )
+        if op.learned is not None:
+            blob = encode_learned(op.learned)
+            self.num_bytes += len(blob)
+            self._db.execute("INSERT OR REPLACE INTO learned VALUES (?, ?)", (op.step, blob))
+        self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))
+
+    def _commit_version(self, op: CommitVersion) -> None:
+        self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (op.version, op.checksum, op.at_s))
+        self._move(Move(numbers=op.numbers, state=GroupState.RELEASED, at_s=op.at_s))
+
+    def _note(self, op: Note) -> None:
+        self._db.execute("INSERT INTO notes (kind, detail, at_s) VALUES (?, ?, ?)", (op.kind, op.detail, op.at_s))
+
+    _WRITE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        Submit: _submit,
+        Move: _move,
+        Stream: _stream,
+        EndEpisode: _end_episode,
+        DropEpisodes: _drop_episodes,
+        EndStep: _end_step,
+        CommitVersion: _commit_version,
+        Note: _note,
+    }
+
+
+def _after(before: Move, op: Move) -> Move:
+    """``op``, with what only ``before`` says."""
+    if (before.oldest_version is None or op.oldest_version is not None) and before.step is None:
+        return op
+    return Move(
+        numbers=op.numbers,
+        state=op.state,
+        at_s=op.at_s,
+        oldest_version=before.oldest_version if op.oldest_version is None else op.oldest_version,
+        step=before.step if op.step is None else op.step,
+        reason=op.reason,
+    )
+
+
+def _words(rewards: Mapping[str, float]) -> str:
+    return json.dumps(rewards) if rewards else "{}"
