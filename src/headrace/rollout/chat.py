@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from headrace.rollout.answers import Parser, parser_for, split_reasoning
@@ -72,8 +73,7 @@ class Chat:
 
     def opens_thought(self, prompt_ids_T: IntColumn) -> bool:
         """Whether the model reads the beginning of a thought as the last of its prompt."""
-        tail = self.tokenizer.decode(prompt_ids_T[-_TAIL:].tolist(), skip_special_tokens=False)
-        return tail.rstrip().endswith(THINK)
+        return _opens_thought(self.tokenizer, tuple(prompt_ids_T[-_TAIL:].tolist()))
 
     def read(self, turn: int, ids: Sequence[int], how: Reading) -> Read:
         """The message that the sampled tokens of ``turn`` are."""
@@ -93,3 +93,8 @@ class Chat:
         )
         message = Message(role="assistant", content=answer.content, reasoning=reasoning, tool_calls=made)
         return Read(message=message, stop=ended_by, problems=answer.problems)
+
+
+@lru_cache(maxsize=4096)  # siblings begin alike
+def _opens_thought(tokenizer: Tokenizer, tail: tuple[int, ...]) -> bool:
+    return tokenizer.decode(list(tail), skip_special_tokens=False).rstrip().endswith(THINK)

@@ -30,6 +30,10 @@ class Tokenizer(Protocol):
     chat_template: str | None
     all_special_ids: list[int]
 
+    def __hash__(self) -> int:
+        """Of the object itself."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Text to ids."""
         ...

@@ -249,7 +249,7 @@ class Fleet:
         return member, msgspec.structs.replace(fork, parent=parent)
 
     async def _place(self, journey: Journey, home: _Member | None = None) -> _Member:
-        wish = journey.wish("" if home is None else home.name)
+        wish = journey.wish("" if home is None else home.name, alone=len(self._members) == 1)
         while (name := self._router.place(journey.number, wish, journey.avoid)) is None:
             if self._router.serves and not journey.avoid:
                 raise journey.refused()

@@ -45,12 +45,12 @@ class Journey:
     _fruitless: int = 0
     """Engines that died with it since its last token."""
 
-    def wish(self, only: str = "") -> Wish:
-        """Where it would like to be; ``only`` names the one engine that can serve it."""
+    def wish(self, only: str = "", *, alone: bool = False) -> Wish:
+        """Where it would like to be; ``only`` names the one engine that can serve it; ``alone``: there is but one."""
         bound = self.options.pinned and self._version != NOT_SAMPLED
         return Wish(
             session=self.options.session,
-            prefixes=prefix_keys(self.prompt_ids_T),
+            prefixes=() if alone else prefix_keys(self.prompt_ids_T),
             only=only,
             version=self._version if bound else None,
         )
