@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -212,13 +213,13 @@ class ScorerPool:
         peer = shift.worker.peer
         call = peer.next_call()
         begun, scored = peer.expect(call, Started), peer.expect(call, Scored)
-        either: set[asyncio.Future[Any]] = {begun, scored}
+        scored.add_done_callback(partial(_end, begun))
         try:
             peer.send(msgspec.structs.replace(request, call=call))
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await begun
             shift.begun += 1
-            try:
-                answer = await self._in_time(shift, scored)
+            try:  # most rewards come with the word that they were begun: no timer is made for them
+                answer = scored.result() if scored.done() else await self._in_time(shift, scored)
             finally:
                 shift.begun -= 1
         except TimeoutError:
@@ -303,6 +304,12 @@ class ScorerPool:
                 remedy=f"the reward function kills its process: look at logs/{peer.name}.log in the run directory",
             )
         self._warn(f"a scoring worker died ({cause}); its calls are made again")
+
+
+def _end(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
+    """What is done was begun, whether that was said or not."""
+    if not begun.done():
+        begun.set_result(None)
 
 
 def _being_cancelled() -> bool:
