@@ -46,7 +46,7 @@ def main() -> None:
     asked.add_argument("--pairs", type=int, default=3)
     asked.add_argument("--seed", type=int, default=0)
     asked.add_argument("--threads", type=int, default=psutil.cpu_count() or 1)
-    asked.add_argument("--max-age", type=int, default=2, help="of Headrace's tokens, in versions")
+    asked.add_argument("--max-age", type=int, help="of Headrace's tokens, in versions; unset: what tasks.py says")
     asked.add_argument("--quick", action="store_true")
     asked.add_argument("--out", type=Path)
     given = asked.parse_args()
@@ -60,8 +60,10 @@ def main() -> None:
                     task = TASKS[name](Path(scratch) / "task", given.seed + pair)
                     settings = {
                         **asdict(task), "directory": str(task.directory), "scratch": f"{scratch}/run",
-                        "seed": given.seed + pair, "threads": given.threads, "max_age": given.max_age,
+                        "seed": given.seed + pair, "threads": given.threads,
                     }  # fmt: skip
+                    if given.max_age is not None:
+                        settings["max_age"] = given.max_age
                     if given.quick:
                         settings |= {"steps": SKIPPED + 2, "every": 2 if task.every else 0}
                     pairs[-1][side] = measured(side, settings, task)

@@ -1,6 +1,6 @@
 """The three tasks that every side trains: model, rows, reward and settings, in one directory.
 
-``demo``  two-digit addition with the demo's model (1M parameters), three digits an answer
+``demo``  two-digit addition with the demo's model (0.4M parameters), three digits an answer
 ``long``  a 28M model whose answers have geometric lengths of mean 128, at most 512 tokens: the end of the sequence has
           the same small probability everywhere
 ``slow``  the demo, and every reward takes 50 to 500 ms, as a judge or a program that runs does
@@ -37,6 +37,8 @@ class Task:
     steps: int
     every: int = 0
     """Steps between two measurements of held-out accuracy; 0 for none."""
+    max_age: int = 2
+    """Versions that the weights may move on between sampling a token and training it, of a side that allows any."""
     micro: int
     """Answers of one forward pass of a side that pads: what was fastest for it here."""
 
@@ -59,7 +61,9 @@ def slow(directory: Path, seed: int) -> Task:
     build_demo(directory, seed=seed)
     fast = (directory / "reward.py").read_text().replace("def reward(", "def right(")
     (directory / "reward.py").write_text(fast + SLOW)
-    return Task(directory=directory, prompts=16, group=4, new_tokens=4, lr=3e-4, warmup=5, steps=60, micro=64)
+    return Task(
+        directory=directory, prompts=16, group=4, new_tokens=4, lr=3e-4, warmup=5, steps=60, max_age=6, micro=64
+    )
 
 
 SLOW = '''
