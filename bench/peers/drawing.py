@@ -33,7 +33,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 panel.scatter([place + shift] * len(values), values, color="black", s=10, zorder=3)
         panel.set_xticks(range(len(tasks)), tasks)
         panel.set_title(title)
-    speed.legend(frameon=False)
+    speed.legend(frameon=False, loc="upper left")
     for row in found["rows"]:
         for side, colour in COLOURS.items():
             points = row[side]["curve"]
