@@ -178,6 +178,7 @@ def test_no_more_step_aside_for_a_sibling_than_there_are_rows() -> None:
     added = [machine.add(list(range(40)), 3) for _ in range(6)]
     machine.step()
     assert machine.running() == added[:1]
+    assert len(machine.scheduler._aside) == 2
     machine.step()
     assert machine.running() == added[:3]
     while not machine.scheduler.idle:

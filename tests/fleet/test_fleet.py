@@ -43,6 +43,15 @@ async def test_sequences_of_a_dead_engine_go_on_elsewhere_from_what_was_streamed
 
 
 @in_virtual_time
+async def test_a_prompt_goes_to_the_engine_that_has_computed_it() -> None:
+    fleet, engines = fleet_of("a", "b")
+    await bring(fleet, 0)
+    for seed in range(6):
+        await sample(fleet, seed)
+    assert sorted(len(engine.asked) for engine in engines.values()) == [0, 6]
+
+
+@in_virtual_time
 async def test_sequences_of_the_only_engine_wait_for_its_successor_and_its_weights() -> None:
     fleet, engines = fleet_of("engine")
     await bring(fleet, 3)

@@ -65,6 +65,17 @@ def test_gradient_is_that_of_computing_every_sample_whole(tmp_path, budget, extr
     assert_close(gradients(shared), gradients(apart))
 
 
+def test_prefixes_are_shared_by_themselves_where_that_saves_a_tenth_of_the_tokens(tmp_path):
+    learner, batch = Setup(model_dir=tiny(tmp_path / "model")).learner(), alike()
+    assert any(micro.rows_M is not None for micro in learner._forward.cut(batch, batch.mask_N))
+    seconds_S = np.cumsum(batch.lengths_S) - batch.lengths_S + 1
+    ids_N = batch.ids_N.copy()
+    ids_N[seconds_S] = np.arange(len(seconds_S))  # from the second token on all are different
+    hardly = msgspec.structs.replace(batch, ids_N=ids_N)
+    assert {unit.prefix for unit in siblings(hardly, np.arange(9), 10_000)} == {1}
+    assert all(micro.rows_M is None for micro in learner._forward.cut(hardly, hardly.mask_N))
+
+
 def test_gradient_is_the_same_to_ten_digits_in_float64(tmp_path):
     """In an architecture that does nothing in float32 on the way."""
     directory = tiny(tmp_path / "model", kind="gpt_neox", intermediate_size=48)
