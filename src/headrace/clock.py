@@ -106,3 +106,9 @@ async def off_loop(blocking: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
     if isinstance(asyncio.get_running_loop(), VirtualLoop):
         return blocking(*args, **kwargs)
     return await asyncio.to_thread(blocking, *args, **kwargs)
+
+
+def being_cancelled() -> bool:
+    """Whether the task that runs was cancelled: what it raises from then on is the failure of its clean-up."""
+    task: asyncio.Task[Any] | None = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -30,6 +30,8 @@ class Crew:
     """A pool, what it has started, and what it had to say."""
 
     pool: EnvPool
+    keeping: asyncio.Task[None]
+    """Keeps the workers."""
     limits: Limits = UNLIMITED
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether an episode has asked anything."""
@@ -101,7 +103,7 @@ async def crew(
             async with asyncio.TaskGroup() as group:
                 keeping = group.create_task(pool.keep())
                 await pool.started()
-                yield Crew(pool=pool, children=children, warnings=warnings)
+                yield Crew(pool=pool, keeping=keeping, children=children, warnings=warnings)
                 keeping.cancel()
         finally:
             await asyncio.gather(*(child.kill() for child in children))

@@ -153,6 +153,20 @@ def test_an_episode_that_nobody_waits_for_ends_and_so_do_its_processes(tmp_path:
     asyncio.run(main())
 
 
+def test_an_episode_that_ends_with_all_workers_ends_without_another_cause(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, "rollout") as at:
+            running = asyncio.create_task(at.run("wait 1000"))
+            await at.asked.wait()
+            at.keeping.cancel()
+            await asyncio.wait([at.keeping])
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_a_thread_that_never_returns_costs_its_own_episode_and_the_worker(tmp_path: Path) -> None:
     async def main() -> None:

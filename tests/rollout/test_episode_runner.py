@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -149,6 +150,38 @@ def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> 
     assert [prompt for prompt, _ in engine.asked] == [[5, 6], [5, 6, 7, 9]]
     assert [turn.author for turn in episode.turns] == ["task", "policy", "user", "policy"]
     assert [turn.reward for turn in episode.turns] == [None, 0.5, None, None]
+
+
+def test_an_episode_that_is_cancelled_is_not_attempted_again_whatever_its_environment_makes_of_it() -> None:
+    attempts = []
+
+    class Clings:
+        asks_prompt = True
+
+        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            attempts.append(task)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                raise ConnectionError("the tool server is gone")
+
+    async def main() -> None:
+        runner = EpisodeRunner(
+            engine=Scripted(),
+            env=Clings(),
+            sampling=Sampling(max_new_tokens=8),
+            run_seed=0,
+            on_tokens=lambda _: None,
+            retries=3,
+        )
+        running = asyncio.create_task(runner.run(EpisodeKey(2, 1), TASK))
+        await asyncio.sleep(1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    run_virtual(main())
+    assert len(attempts) == 1
 
 
 def test_an_attempt_is_made_again_as_often_as_allowed_and_only_where_its_environment_failed() -> None:

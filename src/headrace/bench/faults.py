@@ -167,7 +167,7 @@ def _trial(scene: Scene, seed: int) -> Row:
     while True:
         moments = [draw(scene, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
         trial = asyncio.run(_live_through(scene, run_dir, way, moments))
-        if any(life.killed for life in trial.lives):
+        if any(life.killed or life.exit_code for life in trial.lives):
             break
         shutil.rmtree(run_dir)  # it was over before the moment came
     config = load_config(scene.run_file, scene.settings(run_dir, way))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from headrace.clock import being_cancelled
 from headrace.engine import RequestOptions, TokenSource
 from headrace.env import Environment, Outcome
 from headrace.errors import EpisodeError, HeadraceError, RequestError
@@ -264,6 +265,8 @@ class EpisodeRunner:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record
             episode.cause = f"env_error: {type(error).__name__}: {error}"
+        if being_cancelled():  # whatever the environment made of it: else it would be attempted again
+            raise asyncio.CancelledError
         episode.turns = episode.turns or list(policy.turns)
         return episode
 

@@ -19,10 +19,11 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.clock import being_cancelled
 from headrace.env import OpenEpisode, Outcome
 from headrace.errors import EnvError, EpisodeError
 from headrace.launch.clients.peer import Peer
@@ -194,7 +195,7 @@ class EnvPool:
                 visit.end()
             return ended
         except asyncio.CancelledError:
-            if done.cancelled() and not _being_cancelled():
+            if done.cancelled() and not being_cancelled():
                 return shift.why_lost(call)
             self._give_up(shift, call)
             raise
@@ -232,7 +233,11 @@ class EnvPool:
     def _give_up(self, shift: Shift, call: int) -> None:
         """Have the worker end an episode, or end the worker."""
         assert self._helpers is not None
-        self._helpers.create_task(self._see_it_end(shift, call))
+        seeing = self._see_it_end(shift, call)
+        try:
+            self._helpers.create_task(seeing)
+        except RuntimeError:  # no task may begin any more: all workers are being ended
+            seeing.close()
 
     async def _see_it_end(self, shift: Shift, call: int) -> None:
         ended = shift.worker.peer.expect(call, EpisodeDone)
@@ -312,8 +317,3 @@ class EnvPool:
                 remedy=f"look at logs/{peer.name}.log in the run directory",
             )
         self._warn(f"an environment worker died ({cause}); its episodes begin again")
-
-
-def _being_cancelled() -> bool:
-    task: asyncio.Task[Any] | None = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

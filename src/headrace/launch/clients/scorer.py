@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headrace.clock import being_cancelled
 from headrace.errors import EnvError
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.scoring import Scores
@@ -227,7 +228,7 @@ class ScorerPool:
                 return _Lost.CROWDED
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._terms.timeout_s:g} s")
         except asyncio.CancelledError:
-            if not scored.cancelled() or _being_cancelled():
+            if not scored.cancelled() or being_cancelled():
                 raise
             if not shift.replaced:
                 return _Lost.DIED
@@ -310,8 +311,3 @@ def _end(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
     """What is done was begun, whether that was said or not."""
     if not begun.done():
         begun.set_result(None)
-
-
-def _being_cancelled() -> bool:
-    task: asyncio.Task[Any] | None = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.bridges import load_bridge
-from headrace.clock import Clock, RealClock
+from headrace.clock import Clock, RealClock, being_cancelled
 from headrace.config.user_code import where
 from headrace.env.base import AS_THE_RUN
 from headrace.env.entry import Rollout, load_entry
@@ -230,8 +230,7 @@ def _done(call: int, ended: Episode) -> EpisodeDone:
 
 def _is_cancelled(error: BaseException) -> bool:
     """Whether this task was cancelled, and not only code of it raised what that raises."""
-    task: asyncio.Task[Any] | None = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+    return isinstance(error, asyncio.CancelledError) and being_cancelled()
 
 
 def _end() -> None:
