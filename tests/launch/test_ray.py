@@ -307,7 +307,7 @@ def test_what_is_not_on_the_node_is_named_with_the_setting(tmp_path: Path) -> No
 def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
     start = LearnerStart(
         model={"path": str(tmp_path)}, learner={}, algo={}, temperature=1.0, total_steps=1,
-        tokenizer_dir=str(tmp_path), snapshot="", route=Route(transport="http"), num_threads=1,
+        snapshot="", route=Route(transport="http"), num_threads=1,
     )  # fmt: skip
 
     class Elsewhere(keeper.Keeper):

@@ -46,11 +46,10 @@ class Order:
     """Everything a launcher needs to know."""
 
     model: ModelConfig
-    """Its path is where the weights are now: the model directory, or the snapshot that the run resumes from."""
-    tokenizer_dir: str
-    """The model directory that snapshots copy the tokenizer from."""
+    """As the run began with it. Engines load that whenever they start, for it stays where it is; newer weights reach
+    them as any others do."""
     snapshot: Path | None
-    """Where the learner restores optimizer and step from; ``None`` for a new run."""
+    """Where the learner restores weights, optimizer and step from; ``None`` for a new run."""
     engine: FleetConfig
     learner: LearnerConfig
     algo: AlgoConfig

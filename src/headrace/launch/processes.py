@@ -121,7 +121,6 @@ class Processes:
             algo=order.algo.model_dump(mode="json"),
             temperature=order.sampling.temperature,
             total_steps=order.total_steps,
-            tokenizer_dir=order.tokenizer_dir,
             snapshot="" if order.snapshot is None else str(order.snapshot),
             route=self._route(),
             num_threads=num_threads,

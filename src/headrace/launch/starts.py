@@ -64,15 +64,15 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A learner, or one rank of it."""
 
     model: dict[str, Any]
+    """As the run began with it; snapshots copy the tokenizer from there."""
     learner: dict[str, Any]
     algo: dict[str, Any]
     temperature: float
     """At which the engine samples: log π is taken at the same."""
     total_steps: int
     """Optimizer steps of the whole run: where the learning rate's schedule ends."""
-    tokenizer_dir: str
     snapshot: str
-    """Directory to restore from; empty for a new run."""
+    """Directory to restore weights, optimizer and step from; empty for a new run."""
     route: Route
     """How its weights leave."""
     num_threads: int

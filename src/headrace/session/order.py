@@ -16,8 +16,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
     """The launcher's order; ``snapshot`` is where a resumed run's weights and optimizer are."""
     config = prepared.config
     return Order(
-        model=config.model if snapshot is None else config.model.at(str(snapshot)),
-        tokenizer_dir=config.model.path,
+        model=config.model,
         snapshot=snapshot,
         engine=config.engine,
         learner=config.learner,

@@ -67,17 +67,18 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
 
 
 def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
-    model = load_for(ModelConfig.model_validate(start.model), line.ranks)
+    asked = ModelConfig.model_validate(start.model)
+    model = load_for(asked.at(start.snapshot) if start.snapshot else asked, line.ranks)
     context = LearnerContext(
         temperature=start.temperature,
         total_steps=start.total_steps,
-        model_dir=Path(start.tokenizer_dir),
+        model_dir=Path(asked.path),
         clock=RealClock(),
     )
     objective = Objective.build(AlgoConfig.model_validate(start.algo))
     core = LearnerCore(model, config, objective, context, line.ranks)
     if start.snapshot:
-        core.restore(Path(start.snapshot), weights=start.model["path"] != start.snapshot)
+        core.restore(Path(start.snapshot), weights=asked.lora is not None)
     weights = Weights(model, start.route, line.ranks)
     facts: dict[str, str | int | float] = {
         **machine_facts(start.num_threads),
