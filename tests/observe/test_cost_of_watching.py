@@ -102,7 +102,7 @@ def test_tracing_and_metrics_cost_less_than_a_hundredth_of_the_demo_and_two_kilo
     meter = Meter(monkeypatch)
     for name in ("step", "event", "span", "spans", "update"):
         meter.wrap(Observers, name)
-    for owner, name in ((RunState, "span"), (RunState, "episode_ended"), (Attempts, "begin")):
+    for owner, name in ((RunState, "span"), (Attempts, "ended"), (Attempts, "begin")):
         meter.wrap(owner, name)
     for name in ("__enter__", "__exit__"):
         meter.wrap(Together, name)

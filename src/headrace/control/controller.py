@@ -78,6 +78,7 @@ class Controller:
             attempts=Attempts(settings.env_column),
             curriculum=settings.curriculum,
         )
+        observers.ask(self.state.attempts.spans)
         self._ledger = ledger
         self._writer = writer
         finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * flow.groups_per_step * flow.group_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.types.episode import EpisodeKey
 from headrace.types.observation import Event, LiveState, StepRecord
 from headrace.types.trace import Span
 
@@ -43,8 +42,6 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
         self._spans: list[Span] = []
-        self._episodes: list[tuple[EpisodeKey, float, float]] = []
-        """Episodes that have ended: from when until when they ran."""
         self._lasting: list[Callable[[], list[Span]]] = []
 
     def ask(self, lasting: Callable[[], list[Span]]) -> None:
@@ -66,12 +63,6 @@ class Observers:
         if len(self._spans) >= MOST_KEPT:
             self.flush()
 
-    def episode(self, key: EpisodeKey, start_s: float, end_s: float) -> None:
-        """One has ended; its span is made with those of the others."""
-        self._episodes.append((key, start_s, end_s))
-        if len(self._episodes) >= MOST_KEPT:
-            self.flush()
-
     def spans(self, spans: Sequence[Span]) -> None:
         self._spans += spans
         if len(self._spans) >= MOST_KEPT:
@@ -84,14 +75,9 @@ class Observers:
 
     def flush(self) -> None:
         """Tell the spans that are kept."""
-        episodes, self._episodes = self._episodes, []
         spans, self._spans = self._spans, []
         for lasting in self._lasting:
             spans += lasting()
-        spans += [
-            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=f"{group}.{place}")
-            for (group, place), start_s, end_s in episodes
-        ]
         if spans:
             for observer in self._observers:
                 observer.spans(spans)

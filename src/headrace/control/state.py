@@ -14,7 +14,6 @@ from headrace.control.observer import Observers
 from headrace.control.parts import Parts
 from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
-from headrace.types.episode import EpisodeKey
 from headrace.types.messages.controller import EngineStats
 from headrace.types.observation import Event, Recovery
 from headrace.types.trace import Span
@@ -189,12 +188,6 @@ class RunState:
         """A lane was at ``name`` from ``start_s`` until ``end_s``, or until now."""
         until_s = self.parts.clock.now() if end_s is None else end_s
         self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step))
-
-    def episode_ended(self, key: EpisodeKey, start_s: float) -> None:
-        """An episode ran from ``start_s`` until now."""
-        end_s = self.parts.clock.now()
-        self.attempts.ended(key.group, end_s)
-        self.observers.episode(key, start_s, end_s)
 
     @property
     def stop_asked(self) -> bool:
