@@ -94,3 +94,17 @@ def test_engines_curve_is_a_line_where_runs_differ_in_what_they_did_at_once(tmp_
     measured = calibrate([made(10, 0.02), made(40, 0.05)])
     for num, step_s in ((10, 0.02), (40, 0.05), (20, 0.03)):
         assert measured.engine.step_s(num, 0) == pytest.approx(step_s, rel=0.02)
+
+
+def test_a_controller_that_is_busy_with_every_episode_is_read_off_and_holds_a_larger_run_up(tmp_path: Path) -> None:
+    whole = recorded(lived(tmp_path, 1))
+    assert calibrate([whole]).episode_s == 0.0, "nobody has read its processor time"
+    busy = [msgspec.structs.replace(step, metrics={**step.metrics, "cpu/controller": 0.5}) for step in whole.steps]
+    measured = calibrate([replace(whole, steps=busy)])
+    rate = len([span for span in whole.spans if span.lane == "rollout"]) / whole.steps[-1].clock_s
+    assert measured.episode_s == pytest.approx(0.5 / rate, rel=0.2)
+    world = World(
+        flow=FlowConfig(groups_per_step=40, group_size=4, max_age=2), steps=STEPS, engine=measured.engine,
+        max_sequences=10_000, learner=TrainingRate(tok_s=1e9), workload=measured.workload, episode_s=0.01,
+    )  # fmt: skip
+    assert Simulation(world, seed=0).run().step_s == pytest.approx(160 * 0.01, rel=0.02)

@@ -103,6 +103,7 @@ def _compared(name: str, run: Recording, measured: Measured) -> tuple[Row, list[
         learner=TrainingRate(tok_s=measured.train_tok_s, fixed_s=measured.train_fixed_s),
         sync=measured.sync,
         workload=measured.workload.model_copy(update={"reward_s": reward_s}),
+        episode_s=measured.episode_s,
     )
     simulated = Simulation(world, seed=0).run()
     seen_s = run.steps[-1].clock_s - run.steps[SKIPPED].clock_s

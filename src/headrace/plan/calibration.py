@@ -79,6 +79,7 @@ def calibrate(runs: Sequence[Recording]) -> Measured:
             reward_s=Constant(value=reward_s),
         ),
         engines=first.setting("engine", "count", 1),
+        episode_s=float(np.median([_episode_s(run) for run in runs])),
     )
 
 
@@ -119,6 +120,15 @@ def _within(spans: Iterable[Span], within: tuple[float, float], wanted: Any) -> 
     return sum(
         max(0.0, min(span.end_s, end) - max(span.start_s, begin)) for span in spans if wanted(span)
     )  # fmt: skip
+
+
+def _episode_s(run: Recording) -> float:
+    """Processor time of the controller over the episodes that ended; 0 where nobody has read it."""
+    steps = run.steps[SKIPPED - 1 :]
+    begin, end = steps[0].clock_s, steps[-1].clock_s
+    cores = [used for step in steps[1:] if (used := step.metrics.get("cpu/controller")) is not None]
+    ended = sum(span.lane == "rollout" and span.name == "episode" and begin < span.end_s <= end for span in run.spans)
+    return float(np.mean(cores)) * (end - begin) / ended if cores and ended else 0.0
 
 
 def _line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:

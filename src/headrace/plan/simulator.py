@@ -72,6 +72,8 @@ class Simulation:
             commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
         )  # fmt: skip
         self._demand = Demand(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
+        self._controller_s = 0.0
+        """When the controller has dealt with the episodes that have ended."""
         self._scorers = [0.0] * (world.workload.reward_slots or 0)
         self._judged = bool(world.flow.filters)
         self._scribe = Scribe(whole=any(isinstance(each, Length) for each in world.flow.filters))
@@ -196,11 +198,12 @@ class Simulation:
             self._scored(answer)
 
     def _scored_s(self) -> float:
-        """When a reward that is asked for now is there."""
-        now_s, seconds = self.agenda.now_s, self._demand.reward_s.next()
+        """When the reward of an episode that ends now is there."""
+        asked_s = self._controller_s = max(self.agenda.now_s, self._controller_s) + self.world.episode_s
+        seconds = self._demand.reward_s.next()
         if not self._scorers:
-            return now_s + seconds
-        done_s = max(now_s, self._scorers[0]) + seconds
+            return asked_s + seconds
+        done_s = max(asked_s, self._scorers[0]) + seconds
         heapq.heapreplace(self._scorers, done_s)
         return done_s
 

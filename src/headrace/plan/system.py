@@ -72,6 +72,8 @@ class Measured:
     workload: Workload
     engines: int = 1
     """That the run had."""
+    episode_s: float = 0.0
+    """Processor time of the controller for an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ class Site:
             sync=self._sync_cost(choice, trainers),
             failures=self._failure_cost(trainers),
             workload=self.workload,
+            episode_s=0.0 if self.measured is None else self.measured.episode_s,
         )
 
     def engine_cost(self) -> EngineCost:

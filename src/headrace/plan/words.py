@@ -8,6 +8,9 @@ from headrace.plan.search import ALIKE, Candidate, Found
 from headrace.plan.system import Site
 from headrace.types.observation import Account
 
+CROWDED = 0.9
+"""Of the controller's time: beyond it, everything else waits for it."""
+
 Bound = Callable[[Account], str]
 """Says in a word what holds a run up."""
 
@@ -22,6 +25,7 @@ def in_words(found: Found, bound: Bound) -> list[str]:
         f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_told(site, found.best, bound)}",
         _asynchrony(found, bound),
         *_changes(found),
+        *_controller(found),
     ]
 
 
@@ -106,6 +110,16 @@ def _changes(found: Found) -> list[str]:
         line.startswith("flow.groups_per_step") for line in sets
     ) else ""  # fmt: skip
     return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
+
+
+def _controller(found: Found) -> list[str]:
+    """How busy the controller would be, where a calibration says what an episode costs it."""
+    outcome, measured = found.asked.outcome, found.site.measured
+    if measured is None or not measured.episode_s:
+        return []
+    busy = min(1.0, outcome.num_episodes * measured.episode_s / outcome.seconds)
+    advice = "; it holds the run up: more tokens an episode, or fewer episodes, would not" if busy > CROWDED else ""
+    return [f"Controller: {measured.episode_s * 1e3:.2g} ms an episode, busy {busy:.0%} of the time as asked{advice}."]
 
 
 def _rate(tok_s: float) -> str:

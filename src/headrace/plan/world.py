@@ -32,3 +32,5 @@ class World:
     sync: SyncCost = field(default_factory=SyncCost)
     failures: FailureCost = field(default_factory=FailureCost)
     workload: Workload = field(default_factory=Workload)
+    episode_s: float = 0.0
+    """Of the controller for every episode: it comes to them one after the other."""
