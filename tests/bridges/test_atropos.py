@@ -247,9 +247,12 @@ def test_an_environment_of_the_library_is_trained_as_it_is(model_dir: Path, tmp_
         with playing(python, file, *(word for flag in flags.items() for word in flag)):
             trained, answers = asyncio.run(train(url))
     assert policy.version == NUM_BATCHES
-    assert all(len(group.sequences) == 4 for groups in trained for group in groups)
+    sizes = [len(group.sequences) for groups in trained for group in groups]
+    assert sum(sizes) + answers.num_left_out == 8 * NUM_BATCHES
+    # its text is tokenized again: special tokens are lost, and with one at its beginning an answer is not found
+    assert answers.num_left_out < 0.2 * 8 * NUM_BATCHES
     assert answers.num_marked > 0
-    assert answers.num_unknown < 0.3 * answers.num_marked  # its text is tokenized again: special tokens are lost
+    assert answers.num_unknown < 0.3 * answers.num_marked
     versions = [int(tokens.versions_T.max()) for groups in trained for group in groups for tokens in group.sequences]
     assert versions[0] == 0
     assert max(versions) > 0

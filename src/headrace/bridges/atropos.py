@@ -118,6 +118,8 @@ class Answers:
         """Tokens that environments have marked."""
         self.num_unknown = 0
         """Of them, those that nobody here has sampled: they carry no loss."""
+        self.num_left_out = 0
+        """Sequences of which nothing was sampled here: they are in no batch."""
 
     def keep(self, prompt_ids_T: IntColumn, answer: Tokens) -> None:
         """Remember an answer."""
@@ -209,7 +211,7 @@ class Queue:
         self._timeout_s = timeout_s
 
     async def batches(self) -> AsyncIterator[list[Group]]:
-        """Batch after batch, without end. Sequences of which nothing was sampled here are left out.
+        """Batch after batch, without end. Sequences of which nothing was sampled here are left out, and counted.
 
         Raises :class:`~headrace.errors.DeadlineError` where none comes within the queue's ``timeout_s``.
         """
@@ -250,9 +252,11 @@ class Queue:
         group = Group(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)
-            if tokens.sampled_T.any():
-                group.sequences.append(tokens)
-                group.scores.append(score)
+            if not tokens.sampled_T.any():
+                self._answers.num_left_out += 1
+                continue
+            group.sequences.append(tokens)
+            group.scores.append(score)
         return group
 
 
