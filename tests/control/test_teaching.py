@@ -76,7 +76,7 @@ def taught(episode: Episode, task: Task, teachers: dict[str, tuple[FakeEngine, T
     """Ask, add, and say why it failed."""
 
     async def test() -> str:
-        by_name = {name: Teacher(engine=engine, terms=asked) for name, (engine, asked) in teachers.items()}
+        by_name = {name: Teacher(engine=engine, name=name, terms=asked) for name, (engine, asked) in teachers.items()}
         async with asyncio.TaskGroup() as group:
             everyone = Teachers(by_name=by_name, column="teacher", temperature=1.0)
             teaching = Teaching(everyone, group, nullcontext)
@@ -129,6 +129,7 @@ def test_rows_name_their_teachers() -> None:
     assert (len(one.asked), len(two.asked)) == (0, 1)
     assert episode.turns[1].tokens.taught is not None
     assert episode.turns[1].tokens.taught.versions_T.tolist() == [0]
+    assert [turn.teacher for turn in episode.turns] == ["", "code"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_what_no_other_call_could_mend_is_not_asked_again() -> None:
 
 def with_teacher(engine: FakeEngine, **changes: Any) -> Callable[[Parts], Parts]:
     def change(parts: Parts) -> Parts:
-        one = Teacher(engine=engine, terms=terms(**changes))
+        one = Teacher(engine=engine, name="", terms=terms(**changes))
         return replace(parts, teachers=Teachers(by_name={"": one}, column="teacher", temperature=1.0))
 
     return change

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from headrace.flow.ledger.bundles import MOST_TOKENS, bundled, decode_entry, encode_bundle
+from headrace.flow.ledger.turns import decode_turns, encode_turns
 from headrace.types.episode import Branch, Episode, EpisodeKey, StopReason, Turn
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import Tokens
@@ -53,7 +54,7 @@ def test_every_episode_comes_back_bit_for_bit_and_is_counted_as_it_counts_itself
 def test_what_few_turns_have_stays_with_its_own_turn() -> None:
     routing = Routing.unknown(4, num_layers=2, top_k=1, dtype=np.dtype(np.uint8))
     rare = [
-        {"reward": 0.5, "untrained": "not_chosen", "failed": True, "process": -1.0},
+        {"reward": 0.5, "untrained": "not_chosen", "failed": True, "process": -1.0, "teacher": "math"},
         {"branch": Branch(1, 2, None), "context_routing": routing},
     ]
     columns = [
@@ -69,6 +70,8 @@ def test_what_few_turns_have_stays_with_its_own_turn() -> None:
     assert decode_entry(data, 0)[1].reward is None
     first, second = decode_entry(data, 1)[2:]
     assert (first.reward, first.untrained, first.failed, first.process) == (0.5, "not_chosen", True, -1.0)
+    assert (first.teacher, second.teacher) == ("math", "")
+    assert [turn.teacher for turn in decode_turns(encode_turns([first, second]))] == ["math", ""]
     assert first.tokens.entropies_T is not None
     assert first.tokens.entropies_T.tolist() == [0.0, 0.5, 1.0, 1.5]
     assert first.tokens.kept is not None

@@ -9,6 +9,7 @@ import torch
 
 from headrace.learner import forward
 from headrace.learner.head import TILES
+from headrace.types.versions import FROZEN, NOT_SAMPLED
 from tests.learner import reference
 from tests.learner.builders import VOCAB_SIZE, Setup, random_batch, tiny
 
@@ -101,7 +102,8 @@ def test_reverse_kl_credits_each_token_with_what_the_teacher_thinks_of_it(model_
     config = {"teachers": [{"kind": "model", "path": str(teacher_dir)}], "tokens_per_microbatch": 20}
     learner = Setup(model_dir=model_dir, algo=algo, config=config).learner()
     batch = random_batch(0)
-    found = learner.forward_backward(batch).metrics
+    gradient = learner.forward_backward(batch)
+    found, taught_N = gradient.metrics, gradient.taught_N
     log_nu = reference.logprobs(reference.double(teacher_dir), batch, 1.0).detach().numpy()
     gap = log_nu - batch.logprobs_N[batch.mask_N]
     advantages = batch.advantages_N.copy()
@@ -110,6 +112,24 @@ def test_reverse_kl_credits_each_token_with_what_the_teacher_thinks_of_it(model_
     expected = plain.forward_backward(msgspec.structs.replace(batch, advantages_N=advantages)).metrics
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert found["kl_teacher"] == pytest.approx(-gap.mean(), rel=1e-4)
+    assert taught_N is not None
+    np.testing.assert_array_equal(taught_N.known_T, batch.mask_N)
+    np.testing.assert_allclose(taught_N.logprobs_T[batch.mask_N], log_nu, atol=1e-5)
+    np.testing.assert_array_equal(taught_N.versions_T, np.where(batch.mask_N, FROZEN, NOT_SAMPLED))
+
+
+def test_what_it_says_of_each_token_is_told_with_its_version_however_the_step_is_cut(model_dir):
+    """Of the steps 3 and 4 of a teacher that is refreshed every second version: 2, and 4, which is π itself."""
+    algo = {"loss": "grpo", "advantage": "reverse_kl"}
+    config = {"teachers": [{"kind": "refreshed", "every": 2}], "lr": 1e-2}
+    learner = Setup(model_dir=model_dir, algo=algo, config=config).learner()
+    told = [learner.train(msgspec.structs.replace(random_batch(0), step=step)) for step in range(4)]
+    learner.add(msgspec.structs.replace(random_batch(0), step=4))
+    told.append(learner.finish())
+    mask_N = random_batch(0).mask_N
+    assert [set(each.taught_N.versions_T[mask_N].tolist()) for each in told] == [{0}, {0}, {2}, {2}, {4}]
+    apart = [np.abs(each.taught_N.logprobs_T - each.log_pi_N)[mask_N].max() for each in told]
+    assert [gap < 1e-5 for gap in apart] == [True, False, True, False, True]
 
 
 def test_more_entries_than_the_vocabulary_has_are_all_of_it(model_dir, teacher_dir):

@@ -17,6 +17,7 @@ from headrace.clock import RealClock
 from headrace.config import validate
 from headrace.control.loops.feeding import collate
 from headrace.errors import HeadraceError, NothingToLearn
+from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.opening import open_ledger
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
@@ -27,6 +28,7 @@ from headrace.session import load_config, train
 from headrace.session.config import RunConfig
 from headrace.session.prepare import Inputs, prepare
 from headrace.types.batch import Batch
+from headrace.types.episode import EpisodeKey
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import IntColumn, Tokens
 from headrace.types.versions import FROZEN
@@ -56,6 +58,14 @@ def test_rewards_that_are_all_equal_end_a_run_unless_a_teacher_says_what_to_pref
     train(run_file, overrides=[*SETTINGS, f"learner.teachers=[{{kind='model', path='{teacher}'}}]"])
     summary = json.loads((run_file.parent / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("finished", 4)
+    with closing(Browser.of_run(run_file.parent / "run")) as browser:
+        episode = browser.episode(EpisodeKey(0, 0))
+        learned = browser.learned(0)
+    assert episode is not None
+    assert learned is not None
+    (said,) = learned.taught(episode).values()
+    assert np.isfinite(said.logprobs_T).all()
+    assert set(said.versions_T.tolist()) == {FROZEN}
 
 
 ROWS = "".join(
@@ -88,6 +98,11 @@ def asked(groups: list[ScoredGroup]) -> list[tuple[IntColumn, Tokens]]:
     found = [[turn.tokens for turn in episode.turns] for group in groups for episode in group.scored]
     assert all(len(turns) == 2 for turns in found)
     return [(turns[0].ids_T, turns[1]) for turns in found]
+
+
+def names(groups: list[ScoredGroup]) -> list[str]:
+    """Who taught every scored episode."""
+    return [episode.turns[1].teacher for group in groups for episode in group.scored]
 
 
 def gap(model_dir: Path, prompt_ids_T: IntColumn, answer: Tokens) -> float:
@@ -148,12 +163,14 @@ def test_rows_name_their_teachers_one_of_which_reads_the_solution_first(tmp_path
         "{kind='frozen', engine={name='rest', prompt='{answer}={prompt}'}}]"
     )
     _, groups = taught_run(tmp_path / "run", model, teachers, "learner.teacher_column='subject'")
+    by_name = names(groups)
     tokenizer = load_tokenizer(str(model))
     rows = {tuple(tokenizer.encode(row["prompt"])): row for row in map(json.loads, ROWS.splitlines())}
     seen = set[str]()
-    for prompt_ids_T, answer in asked(groups):
+    for name, (prompt_ids_T, answer) in zip(by_name, asked(groups), strict=True):
         row = rows[tuple(prompt_ids_T.tolist())]
         seen.add(row["subject"])
+        assert name == row["subject"]
         assert answer.taught is not None
         if row["subject"] == "sums":
             assert gap(other, prompt_ids_T, answer) < 1e-5

@@ -3,8 +3,10 @@
 import numpy as np
 
 from headrace.control.loops.feeding import collate, without_stale
+from headrace.flow.ledger.turns import decode_learned, encode_learned
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.scored import Learned, ScoredGroup
+from headrace.types.taught import Taught
 from headrace.types.tokens import Tokens
 
 
@@ -50,3 +52,25 @@ def test_each_gap_is_that_of_its_own_token() -> None:
         assert not gaps
     assert {turn: column_T.tolist() for turn, column_T in learned.gaps(groups[1].episodes[0]).items()} == {1: [909.0]}
     assert learned.gaps(failed) == {}
+
+
+def test_what_a_teacher_beside_the_learner_says_is_that_of_its_own_token() -> None:
+    groups = [ScoredGroup(number=number, episodes=(episode(number, 0, tree()),)) for number in (5, 7)]
+    batch = collate(4, groups, [0.5, -0.5])
+    taught_N = Taught(
+        logprobs_T=np.where(batch.mask_N, -10.0 * batch.ids_N, np.nan).astype(np.float32),
+        versions_T=np.where(batch.mask_N, batch.episodes_S.repeat(batch.lengths_S), -1).astype(np.int32),
+        ids_TK=np.zeros((batch.num_tokens, 0), np.int32),
+        logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
+    )
+    keys = [group.episodes[0].key for group in groups]
+    learned = decode_learned(encode_learned(Learned.of(keys, batch, batch.logprobs_N, taught_N)))
+    for version, group in enumerate(groups):
+        taught = learned.taught(group.episodes[0])
+        assert {turn: each.logprobs_T.tolist() for turn, each in taught.items()} == {
+            1: [-10.0, -20.0],
+            3: [-30.0, -40.0, -50.0],
+            5: [-70.0, -80.0],
+        }
+        assert {int(each) for said in taught.values() for each in said.versions_T} == {version}
+    assert Learned.of(keys, batch, batch.logprobs_N).taught(groups[0].episodes[0]) == {}

@@ -20,6 +20,7 @@ from headrace.types.group import GroupState
 from headrace.types.observation import StepRecord
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.scored import Learned, paths
+from headrace.types.taught import Taught
 from headrace.types.tokens import Tokens
 from headrace.types.trace import Span
 from tests.observe.synthetic import step_record, step_spans
@@ -103,6 +104,29 @@ def branching_episode(group: int, place: int) -> Episode:
     return Episode(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=0.5)
 
 
+def taught_episode(group: int, place: int) -> Episode:
+    """An answer that the teacher ``math`` finds likelier by half at every even token, and less likely at the others;
+    it was not asked about the last one."""
+    answer = sampled("It is 7", version=3, parent=0, teacher="math")
+    gaps_T = np.where(np.arange(7) % 2, np.float32(-0.5), np.float32(0.25))
+    said = Taught(
+        logprobs_T=answer.tokens.logprobs_T + gaps_T,
+        versions_T=np.zeros(7, np.int32),
+        ids_TK=np.stack([answer.tokens.ids_T, np.full(7, 33)], axis=1).astype(np.int32),
+        logs_TK=np.log(np.full((7, 2), [0.5, 0.25])).astype(np.float32),
+    )
+    tokens = replace(answer.tokens, taught=said[:6] + Taught.none(1, 2))
+    turns = [given("3 + 4 = "), replace(answer, tokens=tokens)]
+    return Episode(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+
+
+def set_teachers(directory: Path, advantage: dict[str, object], *teachers: dict[str, object]) -> None:
+    """Say in the run's settings that it had these."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "algo": {"advantage": advantage}, "learner": {"teachers": teachers}}))
+
+
 def write_run(directory: Path, steps: int = 6, *, extra: Sequence[Episode] = (), name: str = "additions") -> Path:
     """``steps`` steps of two groups each, a group that failed, and for each of ``extra`` a step with plain siblings."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -164,8 +188,10 @@ def write_status(directory: Path, *, living: bool, steps: int) -> None:
     }))  # fmt: skip
 
 
-def train(ledger: SqliteLedger, numbers: tuple[int, ...], step: int, episodes: Sequence[Episode]) -> None:
-    """Groups from their beginning to their end."""
+def train(
+    ledger: SqliteLedger, numbers: tuple[int, ...], step: int, episodes: Sequence[Episode], teacher: int | None = None
+) -> None:
+    """Groups from their beginning to their end. ``teacher``: the version of one beside the learner, if there is one."""
     at_s = STARTED_S + step
     ledger.apply(Submit(numbers=numbers, rows=tuple(number % 7 for number in numbers), at_s=at_s))
     for episode in episodes:
@@ -175,18 +201,26 @@ def train(ledger: SqliteLedger, numbers: tuple[int, ...], step: int, episodes: S
     ledger.apply(
         EndStep(
             step=step, numbers=numbers, trained_tokens=tokens, dropped_tokens={}, ages={1: tokens}, at_s=at_s,
-            learned=None if step == 6 else learned(step, episodes),
+            learned=None if step == 6 else learned(step, episodes, teacher),
         )
     )  # fmt: skip
     ledger.apply(CommitVersion(version=step + 1, numbers=numbers, checksum=f"{step:x}", at_s=at_s))
 
 
-def learned(step: int, episodes: Sequence[Episode]) -> Learned:
-    """The learner finds every fifth token less likely than the engine did, and its neighbour likelier."""
+def learned(step: int, episodes: Sequence[Episode], teacher: int | None) -> Learned:
+    """The learner finds every fifth token less likely than the engine did, and its neighbour likelier; a teacher all
+    of them less likely."""
     trained = [episode for episode in episodes if episode.status is EpisodeStatus.SCORED]
     batch = Batch.collate(step, [sample for episode in trained for sample in paths(episode, 0.0)])
     gaps_N = np.array([-0.2, 0.1, 0.0, 0.0, 0.0], np.float32)[batch.ids_N % 5]
-    return Learned.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N)
+    count = batch.num_tokens
+    taught_N = None if teacher is None else Taught(
+        logprobs_T=np.where(batch.mask_N, batch.logprobs_N - np.float32(0.125), np.nan).astype(np.float32),
+        versions_T=np.full(count, teacher, np.int32),
+        ids_TK=np.zeros((count, 0), np.int32),
+        logs_TK=np.zeros((count, 0), np.float32),
+    )  # fmt: skip
+    return Learned.of([episode.key for episode in trained], batch, batch.logprobs_N + gaps_N, taught_N)
 
 
 def fail(ledger: SqliteLedger, number: int) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -19,30 +18,11 @@ from headrace.flow.ledger.base import Submit
 from headrace.view import OpenRun
 from headrace.view.app import make_app
 from headrace.view.run import find_runs
+from tests.view.asking import ask, opened, stranger
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import GROUP_SIZE, write_run, write_sheets, write_status
 
 TRAINED = 6 * 2 * GROUP_SIZE + GROUP_SIZE
-
-
-def ask(client: TestClient, path: str) -> Any:
-    answer = client.get(f"/api/runs/0/{path}")
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def opened(directory: Path) -> TestClient:
-    client = stranger(directory)
-    client.headers.update(LET_IN)
-    return client
-
-
-def stranger(directory: Path, token: str = TOKEN) -> TestClient:
-    return TestClient(
-        make_app([OpenRun(directory, RealClock())], clock=RealClock(), token=token, ending=lambda: True),
-        base_url="http://127.0.0.1",
-        follow_redirects=False,
-    )
 
 
 def test_overview_says_state_verdict_and_figures(client: TestClient) -> None:

@@ -14,7 +14,18 @@ from headrace.observe import JsonlWriter
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 from headrace.types.observation import StepRecord
 from tests.view.browsing import ARGUMENTS, CHROMIUM, PAGES, Watched, viewed
-from tests.view.synthetic import LONG, branching_episode, given, ids, record, sampled, write_run, write_status
+from tests.view.synthetic import (
+    LONG,
+    branching_episode,
+    given,
+    ids,
+    record,
+    sampled,
+    set_teachers,
+    taught_episode,
+    write_run,
+    write_status,
+)
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="pip install playwright: the pages are looked at in a browser"
@@ -212,6 +223,33 @@ def test_filters_are_kept_in_the_address_and_colours_can_be_chosen(tab: Watched)
             assert button.get_attribute("aria-pressed") == "true"
     assert tab.tab.locator("#turn-1 .t.c5").count() == 15  # all four experts of every token differ
     assert tab.errors == []
+
+
+def test_what_a_teacher_says_of_a_token_is_seen_and_heard(chromium: Any, tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "taught", steps=1, extra=[taught_episode(0, 0)])
+    set_teachers(directory, {"kind": "reverse_kl"}, {"kind": "frozen", "engine": {}})
+    with viewed(directory) as address:
+        watched = Watched(chromium.new_page(), address)
+        watched.open("episodes/3.0?by=teacher")
+        page = watched.tab
+        assert page.get_by_role("button", name="Teacher", exact=True).get_attribute("aria-pressed") == "true"
+        shades = [page.locator(f"#turn-1 .t.{name}").count() for name in ("u2", "d4")]
+        assert shades == [3, 3]  # the last of the seven has no colour: no teacher was asked about it
+        assert "taught by math" in page.locator("#turn-1 header").inner_text()
+        page.locator("#turn-1 .t[data-at='1']").hover()
+        told = page.locator("#turn-1 .tip")
+        told.get_by_text("likeliest by the teacher: t 0.5 ▏! 0.25").wait_for()
+        words = told.inner_text()
+        for shown in ("log ν of math", "log ν − log μ\n-0.5", "teacher's version\n0", "of it -0.5 by the teacher"):
+            assert shown in words
+        page.locator("#turn-1 .tokens").focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("document.querySelector('#turn-1 [aria-live]').textContent.includes('log ν of math')")
+        watched.open("episodes/0.0?by=teacher")
+        button = page.get_by_role("button", name="Teacher", exact=True)
+        assert button.is_disabled()
+        assert watched.errors == []
+        watched.tab.close()
 
 
 def test_of_a_ledger_that_cannot_be_read_nothing_is_claimed(chromium: Any, tmp_path: Path) -> None:

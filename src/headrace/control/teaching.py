@@ -54,6 +54,8 @@ class Teacher:
 
     engine: Engine
     """With its weights, which stay."""
+    name: str
+    """By which rows ask for it; empty where it is the only one."""
     terms: TeacherTerms
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
@@ -86,26 +88,28 @@ class Teaching:
         self._teachers = teachers
         self._tasks = tasks
         self._asking = asking
-        self._asked: dict[EpisodeKey, asyncio.Task[dict[int, Taught] | str]] = {}
+        self._asked: dict[EpisodeKey, tuple[Teacher, asyncio.Task[dict[int, Taught] | str]]] = {}
 
     def ask(self, task: Task, episode: Episode) -> None:
         """An episode has come to its end."""
-        self._asked[episode.key] = self._tasks.create_task(self._lessons(task, episode))
+        teacher = self._teachers.of(task)
+        self._asked[episode.key] = teacher, self._tasks.create_task(self._lessons(teacher, task, episode))
 
     async def add(self, episode: Episode) -> str:
         """Give the turns of an episode what was said of them, once it is there. Why it has failed; empty where it has
         not."""
-        lessons = await self._asked.pop(episode.key)
+        teacher, asked = self._asked.pop(episode.key)
+        lessons = await asked
         if isinstance(lessons, str):
             return lessons
         for place, taught in lessons.items():
             turn = episode.turns[place]
-            episode.turns[place] = replace(turn, tokens=replace(turn.tokens, taught=taught))
+            episode.turns[place] = replace(turn, tokens=replace(turn.tokens, taught=taught), teacher=teacher.name)
         return ""
 
-    async def _lessons(self, task: Task, episode: Episode) -> dict[int, Taught] | str:
+    async def _lessons(self, teacher: Teacher, task: Task, episode: Episode) -> dict[int, Taught] | str:
         """What is said of every turn that carries loss, or why there is no saying."""
-        teacher, found = self._teachers.of(task), dict[int, Taught]()
+        found: dict[int, Taught] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
             wanted = [place for place in path if place not in found and _carries_loss(episode, place)]

@@ -193,7 +193,8 @@ def _teachers(order: Order, engines: Mapping[str, Engines]) -> Teachers | None:
         return None
     return Teachers(
         by_name={
-            name: Teacher(engine=each.fleet, terms=order.teachers[name].terms) for name, each in engines.items()
+            name: Teacher(engine=each.fleet, name=name, terms=order.teachers[name].terms)
+            for name, each in engines.items()
         },
         column=order.learner.teacher_column,
         temperature=order.sampling.temperature,

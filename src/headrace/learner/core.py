@@ -43,7 +43,7 @@ from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
-from headrace.learner.work import Parts, Tally, Work
+from headrace.learner.work import Gradient, Parts, Tally, Work
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
@@ -64,20 +64,6 @@ class LearnerContext:
     model_dir: Path
     """Where the tokenizer's files are, which every snapshot gets a copy of."""
     clock: Clock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gradient:
-    """What one :meth:`LearnerCore.forward_backward` added up."""
-
-    metrics: dict[str, float]
-    trained_tokens: int
-    """Tokens that carried loss."""
-    dropped_tokens: dict[str, int]
-    """Tokens of the mask that could carry none, by reason."""
-    log_pi_N: FloatColumn
-    """log π under the weights that the gradient is of; NaN for tokens that carried no loss."""
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +156,7 @@ class LearnerCore:
             trained_tokens=gradient.trained_tokens,
             dropped_tokens=gradient.dropped_tokens,
             log_pi_N=gradient.log_pi_N,
+            taught_N=gradient.taught_N,
             seconds=gradient.seconds + update.seconds,
         )
 
@@ -191,13 +178,7 @@ class LearnerCore:
         tally = Tally()
         self._backward(work, tally)
         tally.join(self._ranks)
-        return Gradient(
-            metrics=tally.metrics(),
-            trained_tokens=tally.trained_tokens,
-            dropped_tokens=dropped,
-            log_pi_N=tally.log_pi_N(),
-            seconds=self._ended("forward_backward", start_s),
-        )
+        return Gradient.of(tally, dropped, self._ended("forward_backward", start_s))
 
     def add(self, part: Batch) -> None:
         """Compute the gradient of a part of this step's batch, before the rest of it is there. A part holds whole
@@ -236,13 +217,7 @@ class LearnerCore:
         self._optimizer.scale(scale)
         for companion in self._companions:
             companion.scale(scale)
-        return Gradient(
-            metrics=parts.tally.metrics(scale),
-            trained_tokens=parts.tally.trained_tokens,
-            dropped_tokens=dict(parts.dropped),
-            log_pi_N=parts.tally.log_pi_N(),
-            seconds=parts.seconds,
-        )
+        return Gradient.of(parts.tally, dict(parts.dropped), parts.seconds, scale)
 
     def optim_step(self) -> Update:
         """Clip, update the weights at the schedule's rate, and count one version up.

@@ -23,6 +23,7 @@ from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.stats import TokenStats, step_metrics
 from headrace.types.batch import Batch
 from headrace.types.messages.codec import Codec
+from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn
 
 ROUTED = "routing_differs"
@@ -48,6 +49,8 @@ class Work:
     """log π_ref, in the host's memory."""
     top: TopK | None = None
     """The teacher's likeliest entries."""
+    taught_N: Taught | None = None
+    """What a teacher beside this learner says of the sampled tokens; ``None`` where it was not asked that."""
     metrics: Metrics = field(default_factory=dict)
     """What companions measured, this rank's share."""
 
@@ -120,6 +123,7 @@ class Tally:
     def __init__(self) -> None:
         self._before = 0
         self._num_tokens = 0
+        self._taught: list[Taught] = []
         self._losses: list[float] = []
         self._metrics: list[Mapping[str, Ratio]] = []
         self._stats: list[TokenStats] = []
@@ -133,6 +137,7 @@ class Tally:
         """Its micro-batches follow."""
         self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
+        self._taught += [] if work.taught_N is None else [work.taught_N]
 
     def add(self, work: Work, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
         """One micro-batch's share."""
@@ -172,7 +177,39 @@ class Tally:
         """log π of every token as the step began; NaN for those that carried no loss."""
         return TokenStats.concat(self._stats).log_pi_of(self._num_tokens)
 
+    def taught_N(self) -> Taught | None:
+        """What a teacher beside the learner says of every token; ``None`` where it was not asked that."""
+        return Taught.concat(self._taught) if self._taught else None
+
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
         """The step's; ``scale`` multiplies the losses."""
         own = {"loss": sum(self._losses) * scale, "tokens": float(self._num_tokens)}
         return {**means(add(self._metrics)), **own, **step_metrics(TokenStats.concat(self._stats))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """What one :meth:`LearnerCore.forward_backward` added up."""
+
+    metrics: dict[str, float]
+    trained_tokens: int
+    """Tokens that carried loss."""
+    dropped_tokens: dict[str, int]
+    """Tokens of the mask that could carry none, by reason."""
+    log_pi_N: FloatColumn
+    """log π under the weights that the gradient is of; NaN for tokens that carried no loss."""
+    seconds: float
+    taught_N: Taught | None
+    """What a teacher beside the learner says of the sampled tokens; ``None`` where it was not asked that."""
+
+    @classmethod
+    def of(cls, tally: Tally, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
+        """``scale``: what the losses are yet to be multiplied by."""
+        return cls(
+            metrics=tally.metrics(scale),
+            trained_tokens=tally.trained_tokens,
+            dropped_tokens=dropped,
+            log_pi_N=tally.log_pi_N(),
+            seconds=seconds,
+            taught_N=tally.taught_N(),
+        )

@@ -8,7 +8,8 @@
 The gradient is the sum of those of all calls since the last ``optim_step``, each divided by its own denominator.
 """
 
-from headrace.learner.core import Gradient, Update
+from headrace.learner.core import Update
+from headrace.learner.work import Gradient
 from headrace.policy.config import PolicyConfig
 from headrace.policy.policy import Policy
 from headrace.policy.sample import Sample

@@ -20,9 +20,9 @@ from headrace.engine import RequestOptions
 from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.native import NativeEngine
 from headrace.errors import ConfigError, DataError, RunError
-from headrace.learner.core import Gradient, LearnerContext, LearnerCore, Update
+from headrace.learner.core import LearnerContext, LearnerCore, Update
 from headrace.learner.packing import MicroBatch
-from headrace.learner.work import Work
+from headrace.learner.work import Gradient, Work
 from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids

@@ -109,6 +109,8 @@ class Turn:
     """The process reward of a segment, beside its episode's reward; ``None`` where there is none."""
     branch: Branch | None = None
     """Of a turn that was resampled; ``None`` for those of the episode itself."""
+    teacher: str = ""
+    """Which of several teachers says what its tokens are ``taught``; empty where there is but one, or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

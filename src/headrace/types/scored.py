@@ -6,7 +6,7 @@ Shape legend: T tokens of one path, E trained episodes of a step, L their tokens
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, role_of
+from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn, versions_of
 
 
@@ -104,9 +105,13 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the L tokens are the episode's."""
     log_pi_L: FloatColumn
     """log π as the step began; NaN for a token that lost its loss on the way."""
+    taught_L: Taught | None = None
+    """What a teacher beside the learner says of them; ``None`` where none was asked about sampled tokens."""
 
     @classmethod
-    def of(cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn) -> Learned:
+    def of(
+        cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn, taught_N: Taught | None = None
+    ) -> Learned:
         """``keys``: of the episodes of ``batch``, in its order."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
@@ -114,24 +119,38 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             places_E=np.array([key.place for key in keys], np.int32),
             sizes_E=np.bincount(episodes_N[batch.mask_N], minlength=len(keys)).astype(np.int32),
             log_pi_L=log_pi_N[batch.mask_N],
+            taught_L=None if taught_N is None else taught_N[batch.mask_N],
         )
 
     def gaps(self, episode: Episode) -> dict[int, FloatColumn]:
         """log π − log μ of every token of each turn of ``episode`` that carried loss, by turn; NaN where a token did
         not."""
-        here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
-        if not here.any():
-            return {}
-        at = int(np.argmax(here))
-        begin = int(self.sizes_E[:at].sum())
         found: dict[int, FloatColumn] = {}
-        for turn, places in loss_places(episode):
+        for turn, places, span in self._spans(episode):
             log_mu_T = episode.turns[turn].tokens.logprobs_T
             gaps_T = np.full(len(log_mu_T), np.nan, np.float32)
-            gaps_T[places] = self.log_pi_L[begin : begin + len(places)] - log_mu_T[places]
-            begin += len(places)
+            gaps_T[places] = self.log_pi_L[span] - log_mu_T[places]
             found[turn] = gaps_T
         return found
+
+    def taught(self, episode: Episode) -> dict[int, Taught]:
+        """What the teacher beside the learner says of each turn of ``episode`` that carried loss, by turn."""
+        if (said := self.taught_L) is None:
+            return {}
+        return {
+            turn: said[span].spread(places, len(episode.turns[turn].tokens))
+            for turn, places, span in self._spans(episode)
+        }
+
+    def _spans(self, episode: Episode) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
+        """The turns of ``episode`` that carried loss, the places in each, and where these lie among the L tokens."""
+        here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
+        if not here.any():
+            return
+        begin = int(self.sizes_E[: int(np.argmax(here))].sum())
+        for turn, places in loss_places(episode):
+            yield turn, places, slice(begin, begin + len(places))
+            begin += len(places)
 
 
 def _by_token(episode: Episode, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:

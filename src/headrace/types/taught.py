@@ -71,6 +71,13 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
             logs_TK=np.concatenate([each.logs_TK[:, :num] for each in alike]),
         )
 
+    def spread(self, places: npt.NDArray[np.int64], count: int) -> Taught:
+        """The same as of ``count`` tokens: these lie at ``places``, and no teacher was asked of the others."""
+        whole = Taught.none(count, self.ids_TK.shape[1])
+        whole.logprobs_T[places], whole.versions_T[places] = self.logprobs_T, self.versions_T
+        whole.ids_TK[places], whole.logs_TK[places] = self.ids_TK, self.logs_TK
+        return whole
+
     @property
     def known_T(self) -> npt.NDArray[np.bool_]:
         """The tokens that a teacher was asked of."""
@@ -88,7 +95,7 @@ class Taught(msgspec.Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.logprobs_T)
 
-    def __getitem__(self, span: slice) -> Taught:
+    def __getitem__(self, span: slice | npt.NDArray[np.bool_]) -> Taught:
         return Taught(
             logprobs_T=self.logprobs_T[span],
             versions_T=self.versions_T[span],

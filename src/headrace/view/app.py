@@ -95,7 +95,7 @@ def _questions(clock: Clock) -> dict[str, Answer]:
         "episodes": lambda run, asked: episodes.listed(run, dict(asked.query_params)),
         "search": lambda run, asked: episodes.searched(run, clock, _words(asked), _asked(asked, "before")),
         "episodes/{key}": lambda run, asked: episodes.shown(run, credits, asked.path_params["key"]),
-        "episodes/{key}/turns/{turn:int}": _window,
+        "episodes/{key}/turns/{turn:int}": lambda run, asked: _window(run, credits, asked),
         "episodes/{key}/turns/{turn:int}/{place:int}": lambda run, asked: episodes.token(
             run, asked.path_params["key"], asked.path_params["turn"], asked.path_params["place"]
         ),
@@ -106,12 +106,12 @@ def _page(_: Request) -> Response:
     return Response((files("headrace.view") / "static" / "index.html").read_bytes(), media_type="text/html")
 
 
-def _window(run: OpenRun, asked: Request) -> Any:
+def _window(run: OpenRun, credits: Credits, asked: Request) -> Any:
     first, count = (_asked(asked, name) or default for name, default in (("from", "0"), ("count", "1024")))
     if not (first.isdecimal() and count.isdecimal() and len(first + count) < 20):
         raise DataError("from and count are whole numbers", remedy="ask for from=0&count=1024")
     path = asked.path_params
-    return episodes.window(run, path["key"], path["turn"], int(first), int(count))
+    return episodes.window(run, credits, path["key"], path["turn"], (int(first), int(count)))
 
 
 def _words(asked: Request) -> str:

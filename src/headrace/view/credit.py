@@ -1,7 +1,7 @@
 """The advantages of a step's episodes, worked out from the recorded rewards by the run's own settings.
 
-A ledger holds rewards, not advantages: these follow from them. What follows from weights instead (a critic's values, a
-teacher's log-probabilities) is not there, and is said to be missing.
+A ledger holds rewards, not advantages: these follow from them, and from what a teacher said of single tokens. What
+follows from a critic's values is not there, and is said to be missing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headrace.errors import ConfigError
 from headrace.flow.ledger.browse import EpisodeRow, Wanted
 from headrace.types.episode import Episode, EpisodeKey
+from headrace.types.tokens import FloatColumn
 from headrace.view.run import OpenRun
+
+if TYPE_CHECKING:
+    from headrace.algo.advantages.outcomes import Floats
+    from headrace.algo.advantages.reverse_kl import ReverseKl
+    from headrace.algo.config import AlgoConfig
 
 COUNTED = ("scored", "masked")
 MOST_EPISODES = 20_000
@@ -31,6 +37,7 @@ class Credits:
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._known: dict[tuple[Path, int], _Step] = {}
+        self._teaching: dict[Path, ReverseKl | None] = {}
 
     def of(self, run: OpenRun, episode: Episode, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
         """One advantage per turn, or ``None`` and why there is none, in words."""
@@ -46,6 +53,21 @@ class Credits:
             return None, why
         return [of_step[episode.key]] * len(episode.turns), why
 
+    def by_teacher(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
+        """What the teacher adds to the advantage of each token, of log ν − log μ; ``None`` where it adds nothing."""
+        teaching = self._teaching_of(run)
+        return None if teaching is None or gaps_T is None else teaching.of_tokens(gaps_T.astype(np.float64))
+
+    def adds_teacher(self, run: OpenRun) -> bool:
+        """Whether a teacher adds to the advantages of the run."""
+        return self._teaching_of(run) is not None
+
+    def _teaching_of(self, run: OpenRun) -> ReverseKl | None:
+        with self._one_at_a_time:
+            if run.directory not in self._teaching:
+                self._teaching[run.directory] = _teaching(run)
+            return self._teaching[run.directory]
+
     def _step(self, run: OpenRun, step: int) -> _Step:
         at = (run.directory, step)
         if at not in self._known:
@@ -57,14 +79,13 @@ class Credits:
 
 def _worked_out(run: OpenRun, step: int) -> _Step:
     from headrace.algo.advantages import Outcomes
-    from headrace.algo.config import AlgoConfig
-    from headrace.config import validate
 
     try:
-        algo = validate(AlgoConfig, run.config.section("algo"))
+        algo = _settings(run)
     except ConfigError as error:
         return {}, f"the settings of its advantage cannot be read: {error.problem}"
-    if algo.advantage.by_turn or (algo.advantage.per_token and not algo.advantage.by_critic):
+    by_others = algo.advantage.by_critic or algo.advantage.by_teacher
+    if algo.advantage.by_turn or (algo.advantage.per_token and not by_others):
         return {}, f"advantage {algo.advantage.kind!r} is of single turns, which the ledger's counts do not tell"
     if algo.advantage.by_critic:
         return {}, f"advantage {algo.advantage.kind!r} follows from a critic, whose values are not recorded"
@@ -75,6 +96,23 @@ def _worked_out(run: OpenRun, step: int) -> _Step:
     found_E = algo.credit_of_episodes(_outcomes(Outcomes, counted))
     keys = [EpisodeKey(row.group, row.place) for row in counted]
     return {key: float(value) for key, value in zip(keys, found_E, strict=True)}, ""
+
+
+def _settings(run: OpenRun) -> AlgoConfig:
+    from headrace.algo.config import AlgoConfig
+    from headrace.config import validate
+
+    return validate(AlgoConfig, run.config.section("algo"))
+
+
+def _teaching(run: OpenRun) -> ReverseKl | None:
+    from headrace.algo.advantages.reverse_kl import ReverseKl
+
+    try:
+        advantage = _settings(run).advantage
+    except ConfigError:
+        return None
+    return advantage if isinstance(advantage, ReverseKl) else None
 
 
 def _outcomes(kind: Any, rows: Sequence[EpisodeRow]) -> Any:

@@ -17,16 +17,17 @@ from headrace.errors import DataError
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeRow, Wanted
 from headrace.types.episode import Episode, EpisodeKey, Turn
 from headrace.types.recorded import Routing
-from headrace.types.tokens import FloatColumn, versions_of
+from headrace.types.tokens import versions_of
 from headrace.types.versions import NOT_SAMPLED
 from headrace.view.credit import Credits
 from headrace.view.run import OpenRun
+from headrace.view.taught import Told, greatest, why_untaught
 
 PAGE = 50
 MOST_PAGE = 500
 MOST_WINDOW = 4096
 MOST_KEPT = 64
-"""Entries of one kept-set that are spelled out."""
+"""Entries of one kept-set, or of a teacher's, that are spelled out."""
 PREVIEW_TOKENS = 160
 SEARCH_S = 0.6
 """How long one go of a search may read; the next goes on from there."""
@@ -83,10 +84,13 @@ def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
     row = next(each for each in siblings if each.place == key.place)
     advantages, why = credits.of(run, episode, row)
     differing = routing_differences(episode)
-    gaps = gaps_of(run, episode)
+    told = Told.of(run, episode)
+    if credits.adds_teacher(run) and not told.taught:
+        advantages, why = None, f"a teacher adds to it, and of that: {why_untaught(run, row.step)}"
     turns = [
         _turn(run, index, turn, advantages, None if differing is None else differing[index])
-        | {"gap": _greatest(gaps.get(index))}
+        | {"gap": greatest(told.gaps.get(index))}
+        | _taught(credits, run, episode, told, index)
         for index, turn in enumerate(episode.turns)
     ]
     return {
@@ -94,13 +98,27 @@ def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
         "turns": turns,
         "siblings": [_listed(each) for each in siblings],
         "advantage_why": why,
+        "teacher_why": "" if told.taught else why_untaught(run, row.step),
         "words_problem": run.words.problem,
         "agent_rewards": episode.agent_rewards,
     }
 
 
-def window(run: OpenRun, name: str, turn: int, first: int, count: int) -> dict[str, Any]:
-    """The tokens of one turn from ``first`` on: columns, aligned."""
+def _taught(credits: Credits, run: OpenRun, episode: Episode, told: Told, turn: int) -> dict[str, Any]:
+    """What teachers said of a turn, as a whole."""
+    said, gaps_T = told.taught.get(turn), told.teacher_gaps(episode, turn)
+    added_T = credits.by_teacher(run, gaps_T)
+    return {
+        "teacher": episode.turns[turn].teacher,
+        "teacher_gap": greatest(gaps_T),
+        "teacher_entries": 0 if said is None else said.ids_TK.shape[1],
+        "teacher_adds": None if said is None or added_T is None else _range(added_T[said.known_T]),
+    }
+
+
+def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int, int]) -> dict[str, Any]:
+    """The tokens of one turn from the first of ``span`` on, as many as it says: columns, aligned."""
+    first, count = span
     episode, held = _turn_of(run, name, turn)
     tokens = held.tokens
     last = min(len(tokens), first + min(count, MOST_WINDOW))
@@ -117,9 +135,14 @@ def window(run: OpenRun, name: str, turn: int, first: int, count: int) -> dict[s
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    gaps = run.remembered(f"gaps {name}", lambda: gaps_of(run, episode))
-    if turn in gaps:
-        columns["gap"] = [_finite(value) for value in gaps[turn][first:last].tolist()]
+    told = run.remembered(f"told {name}", lambda: Told.of(run, episode))
+    if turn in told.gaps:
+        columns["gap"] = [_finite(value) for value in told.gaps[turn][first:last].tolist()]
+    if (said := told.taught.get(turn)) is not None:
+        columns["teacher"] = [_finite(value) for value in said.logprobs_T[first:last].tolist()]
+        columns["teacher_version"] = said.versions_T[first:last].tolist()
+    if (added_T := credits.by_teacher(run, told.teacher_gaps(episode, turn))) is not None:
+        columns["teacher_adds"] = added_T[first:last].tolist()
     differing = routing_differences(episode)
     again_T = None if differing is None else differing[turn]
     if again_T is not None:
@@ -128,7 +151,8 @@ def window(run: OpenRun, name: str, turn: int, first: int, count: int) -> dict[s
 
 
 def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
-    """What else is recorded of one token: its kept-set in words, and its experts layer by layer."""
+    """What else is recorded of one token: its kept-set in words, its experts layer by layer, and what its teacher would
+    rather have said."""
     _, held = _turn_of(run, name, turn)
     tokens = held.tokens
     if not 0 <= place < len(tokens):
@@ -140,19 +164,12 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
         detail["kept_more"] = max(0, len(ids) - MOST_KEPT)
     if tokens.routing is not None and tokens.routing.known_T[place]:
         detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
+    if tokens.taught is not None and tokens.taught.known_T[place]:
+        said = zip(tokens.taught.ids_TK[place].tolist(), tokens.taught.logs_TK[place].tolist(), strict=True)
+        detail["teacher"] = [
+            {"id": each, "text": run.words.pieces([each])[0], "logprob": log} for each, log in list(said)[:MOST_KEPT]
+        ]
     return detail
-
-
-def gaps_of(run: OpenRun, episode: Episode) -> dict[int, FloatColumn]:
-    """log π − log μ of the tokens of each turn that carried loss, by turn; NaN for the others. Empty before its group
-    was trained, and where the learner's side was not recorded."""
-    learned = run.browser().learned(episode.key.group)
-    return {} if learned is None else learned.gaps(episode)
-
-
-def _greatest(gaps_T: FloatColumn | None) -> float | None:
-    """The distance from 0 of the token farthest from it."""
-    return None if gaps_T is None or not np.isfinite(gaps_T).any() else float(np.nanmax(np.abs(gaps_T)))
 
 
 def routing_differences(episode: Episode) -> list[npt.NDArray[np.int64] | None] | None:

@@ -73,7 +73,7 @@ class LearningLoop:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
         keys = [episode.key for group in ordered.groups for episode in group.scored]
-        learned = Learned.of(keys, ordered.batch, report.log_pi_N)
+        learned = Learned.of(keys, ordered.batch, report.log_pi_N, report.taught_N)
         state.flow.trained(ordered.groups, report, ordered.ages, learned)
         state.board.progress()
         publication = await ordered.snapshot

@@ -32,6 +32,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward: float | None = None
     process: float | None = None
     branch: Branch | None = None
+    teacher: str = ""
     kept: KeptSets | None = None
     routing: Routing | None = None
     entropies_T: FloatColumn | None = None
@@ -125,7 +126,7 @@ def _more(turn: Turn) -> _More:
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.taught is None
-    if plain_turn and plain_span and not turn.failed and not turn.untrained:
+    if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher:
         return _NO_MORE
     return _More(
         context_routing=turn.context_routing,
@@ -134,6 +135,7 @@ def _more(turn: Turn) -> _More:
         reward=turn.reward,
         process=turn.process,
         branch=turn.branch,
+        teacher=turn.teacher,
         kept=span.kept,
         routing=span.routing,
         entropies_T=span.entropies_T,
@@ -164,6 +166,7 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
         reward=more.reward,
         process=more.process,
         branch=more.branch,
+        teacher=more.teacher,
     )
 
 

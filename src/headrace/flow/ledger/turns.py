@@ -31,6 +31,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     entropies_T: FloatColumn | None = None
     process: float | None = None
     branch: Branch | None = None
+    teacher: str = ""
     taught: Taught | None = None
 
 
@@ -58,6 +59,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 entropies_T=turn.tokens.entropies_T,
                 process=turn.process,
                 branch=turn.branch,
+                teacher=turn.teacher,
                 taught=turn.tokens.taught,
             )
             for turn in turns
@@ -96,6 +98,7 @@ def _turn(turn: _Turn) -> Turn:
         reward=turn.reward,
         process=turn.process,
         branch=turn.branch,
+        teacher=turn.teacher,
     )
 
 

@@ -40,6 +40,8 @@ from headrace.learner.work import Work
 from headrace.models.config import ModelConfig
 from headrace.models.load import called, refuse_other_vocabulary
 from headrace.types.batch import Batch
+from headrace.types.taught import Taught
+from headrace.types.versions import FROZEN, NOT_SAMPLED
 
 
 class Source(Protocol):
@@ -185,7 +187,14 @@ class Teacher(Asked):
                 work = replace(work, top=forward.top_entries(batch, work.mask_N, self._wanted))
         if self._objective.teaching is None:
             return work
-        return credited(work, self._objective, self._logprobs(work, batch).numpy().astype(np.float64))
+        log_nu_N = self._logprobs(work, batch).numpy()
+        taught_N = Taught(
+            logprobs_T=np.where(work.mask_N, log_nu_N, np.float32(np.nan)),
+            versions_T=np.where(work.mask_N, FROZEN if version is None else version, NOT_SAMPLED).astype(np.int32),
+            ids_TK=np.zeros((batch.num_tokens, 0), np.int32),
+            logs_TK=np.zeros((batch.num_tokens, 0), np.float32),
+        )
+        return credited(replace(work, taught_N=taught_N), self._objective, log_nu_N.astype(np.float64))
 
 
 def _unrouted(batch: Batch) -> Batch:

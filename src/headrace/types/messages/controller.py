@@ -9,6 +9,7 @@ import numpy.typing as npt
 from headrace.types import chat
 from headrace.types.episode import StopReason
 from headrace.types.recorded import KeptSets, Routing
+from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn
 from headrace.types.trace import Span
 from headrace.types.weights import SwapReport, WeightUpdate
@@ -147,6 +148,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     log_pi_N: FloatColumn
     """log π of each token of the batch as the step began; NaN for those that carried no loss."""
     seconds: float
+    taught_N: Taught | None = None
+    """What a teacher beside the learner says of each; ``None`` where none was asked about sampled tokens."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):

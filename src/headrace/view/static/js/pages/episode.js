@@ -50,7 +50,7 @@ function head(episode, to, filters) {
     h("p", { class: "sub" }, `group ${count(episode.group)}, attempt ${episode.place + 1} of ${episode.siblings.length} at row ${count(episode.row)}${episode.cause ? ` · ${visible(episode.cause)}` : ""}`),
     cards([
       ["Reward", number(episode.reward), Object.entries({ ...episode.parts, ...episode.agent_rewards }).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ")],
-      ["Advantage", isNumber(advantage) ? number(advantage) : "–", isNumber(advantage) ? "from the rewards of its step" : episode.advantage_why],
+      ["Advantage", isNumber(advantage) ? number(advantage) : "–", isNumber(advantage) ? `from the rewards of its step${episode.turns.some((turn) => turn.teacher_adds) ? "; its teacher adds to each token" : ""}` : episode.advantage_why],
       ["Sampled tokens", count(episode.tokens), `${count(episode.turns.length)} turns`],
       ["Trained in step", episode.step === null ? "–" : count(episode.step + 1), isNumber(episode.age) ? `oldest token of age ${episode.age}` : ""],
     ]),
@@ -72,6 +72,7 @@ function section(turn, view) {
     isNumber(turn.process) ? `process reward ${number(turn.process)}` : null,
     turn.branch ? `branch ${turn.branch[1] + 1} of pivot ${turn.branch[0] + 1}${isNumber(turn.branch[2]) ? `, reward ${number(turn.branch[2])}` : ""}` : null,
     turn.failed ? "a tool's error" : null,
+    turn.teacher ? `taught by ${oneLine(turn.teacher, 40)}` : null,
     turn.untrained ? `carries no loss: ${plain(visible(turn.untrained))}` : null,
     turn.mixed ? `${count(turn.mixed)} of mixed versions` : null,
     isNumber(turn.rerouted) && turn.rerouted > 0 ? `${count(turn.rerouted)} tokens were routed otherwise when they were read again` : null,

@@ -12,6 +12,11 @@ export function versionWords(version) {
   return version < -1 ? `mixed: ${-2 - version} and later` : String(version);
 }
 
+/** Of a teacher's weights. */
+export function teacherWords(version) {
+  return version === FROZEN ? "none of this run" : String(version);
+}
+
 export function oldestVersion(version) {
   return version < -1 ? -2 - version : version;
 }
@@ -21,8 +26,9 @@ export function paints(episode) {
   const sampled = episode.turns.filter((turn) => turn.sampled);
   const lowest = Math.min(...sampled.map((turn) => turn.logprob?.[0] ?? 0), -1);
   const known = (field) => sampled.some((turn) => turn[field] !== null && turn[field] !== undefined);
-  const advantages = sampled.map((turn) => turn.advantage).filter(isNumber);
+  const advantages = sampled.filter((turn) => isNumber(turn.advantage)).flatMap((turn) => (turn.teacher_adds ?? [0]).map((adds) => turn.advantage + adds));
   const most = Math.max(...advantages.map(Math.abs), 1e-9);
+  const teacherMost = Math.max(...sampled.map((turn) => turn.teacher_gap ?? 0), 0);
   const gapMost = Math.max(...sampled.map((turn) => turn.gap ?? 0), 0);
   const keptMost = Math.max(...sampled.map((turn) => turn.kept?.[1] ?? 0), 2);
   const entropyMost = Math.max(...sampled.map((turn) => turn.entropy?.[1] ?? 0), 1e-9);
@@ -34,17 +40,24 @@ export function paints(episode) {
     { name: "logprob", words: "Surprise", what: "how improbable it was when it was sampled: −log μ", missing: sampled.length ? "" : "no policy sampled a token",
       of: (column, at) => level(isNumber(column.logprob[at]) ? Math.sqrt(column.logprob[at] / lowest) : 1), scale: () => steps("certain", `μ = ${number(Math.exp(lowest))}`) },
     { name: "gap", words: "Gap", what: "log π − log μ: how the learner's probability differs from the engine's", missing: gapMost ? "" : isNumber(episode.step) ? "not recorded: its step has not ended, or an earlier version wrote it" : "no step has taken its group",
-      of: (column, at) => signed((column.gap?.[at] ?? 0) / gapMost), scale: () => h("span", {}, swatches(["d4", "d2", "u2", "u4"]), ` −${number(gapMost)} to ${number(gapMost)}`) },
+      of: (column, at) => signed((column.gap?.[at] ?? 0) / gapMost), scale: () => around(gapMost) },
     { name: "entropy", words: "Entropy", what: "of the distribution it was drawn from", missing: known("entropy") ? "" : "not recorded: set observe.record_entropy = true",
       of: (column, at) => level((column.entropy?.[at] ?? 0) / entropyMost), scale: () => steps("0", `${number(entropyMost)} nats`) },
     { name: "advantage", words: "Advantage", what: "what it was credited with", missing: advantages.length ? "" : episode.advantage_why || "not known",
-      of: (_, __, turn) => signed(turn.untrained ? 0 : (turn.advantage ?? 0) / most), scale: () => h("span", {}, swatches(["d4", "d2", "u2", "u4"]), ` −${number(most)} to ${number(most)}`) },
+      of: (column, at, turn) => signed(turn.untrained ? 0 : (advantageOf(column, at, turn) ?? 0) / most), scale: () => around(most) },
+    { name: "teacher", words: "Teacher", what: "log ν − log μ: how much likelier its teacher finds it than who sampled it", missing: episode.teacher_why,
+      of: (column, at) => (isNumber(column.teacher?.[at]) && isNumber(column.logprob[at]) && teacherMost ? signed((column.teacher[at] - column.logprob[at]) / teacherMost) : ""), scale: () => around(teacherMost) },
     { name: "kept", words: "Kept-set", what: "how many vocabulary entries it was drawn from", missing: known("kept") ? "" : "no kept-sets were recorded: sampling was not truncated",
       of: (column, at) => level(column.kept?.[at] ? Math.log(column.kept[at]) / Math.log(keptMost) : 0), scale: () => steps("1 entry", `${number(keptMost)} entries`) },
     { name: "rerouted", words: "Routing", what: "how many experts a later turn chose otherwise for the same token", missing: known("rerouted") ? "" : known("experts") ? "no later turn read these tokens again" : "no experts were recorded",
       of: (column, at) => level(Math.max(0, column.rerouted?.[at] ?? 0) / 8), scale: () => steps("the same", "8 experts and more differ") },
     { name: "none", words: "Plain", what: "no colour", missing: "", of: () => "", scale: () => null },
   ];
+}
+
+/** What a token is credited with: its turn's advantage, and what a teacher adds to it. */
+export function advantageOf(column, at, turn) {
+  return isNumber(turn.advantage) ? turn.advantage + (column.teacher_adds?.[at] ?? 0) : null;
 }
 
 export function scaleOf(paint) {
@@ -64,6 +77,10 @@ function signed(share) {
 
 function steps(low, high) {
   return h("span", {}, `${low} `, swatches(["c1", "c3", "c5", "c7", "c9"]), ` ${high}`);
+}
+
+function around(most) {
+  return h("span", {}, swatches(["d4", "d2", "u2", "u4"]), ` −${number(most)} to ${number(most)}`);
 }
 
 function swatches(classes) {

@@ -4,7 +4,7 @@
 import { h, oneLine, put, visible } from "../dom.js";
 import { isNumber, number } from "../format.js";
 import { rows, Tip } from "../charts/tip.js";
-import { FROZEN, oldestVersion, versionWords } from "./paint.js";
+import { FROZEN, advantageOf, oldestVersion, teacherWords, versionWords } from "./paint.js";
 
 const BLOCK = 256;
 const WINDOW = 2048;
@@ -112,7 +112,7 @@ export class TokenView {
     const show = (...more) => this.tip.show(own.left - box.left, own.top - box.top, h("b", { class: "text" }, quoted(page.text[at])), rows(facts), more);
     show();
     if (aloud) this.said.textContent = `${quoted(page.text[at])}: ${facts.map(([, words, value]) => `${words} ${value}`).join(", ")}`;
-    if (!page.kept?.[at] && !this.turn.experts) return;
+    if (!page.kept?.[at] && !this.turn.experts && !this.turn.teacher_entries) return;
     clearTimeout(this.waiting);
     this.waiting = setTimeout(async () => {
       const more = await this.detail(place).catch(() => null);
@@ -132,7 +132,14 @@ export class TokenView {
     if (page.entropy) facts.push(["", "entropy", `${number(page.entropy[at])} nats`]);
     if (page.kept) facts.push(["", "kept-set", page.kept[at] ? `${page.kept[at]} entries` : "all entries"]);
     if (page.rerouted) facts.push(["", "experts that differ when read again", page.rerouted[at] < 0 ? "not recorded" : String(page.rerouted[at])]);
-    if (isNumber(this.turn.advantage)) facts.push(["", "advantage", number(this.turn.advantage)]);
+    if (isNumber(page.teacher?.[at])) {
+      const name = this.turn.teacher ? ` of ${oneLine(this.turn.teacher, 40)}` : "";
+      facts.push(["", `log ν${name}`, `${number(page.teacher[at])} (ν = ${number(Math.exp(page.teacher[at]))})`]);
+      if (isNumber(logprob)) facts.push(["", "log ν − log μ", number(page.teacher[at] - logprob)]);
+      facts.push(["", "teacher's version", teacherWords(page.teacher_version[at])]);
+    }
+    const advantage = advantageOf(page, at, this.turn);
+    if (isNumber(advantage)) facts.push(["", "advantage", `${number(advantage)}${page.teacher_adds ? `, of it ${number(page.teacher_adds[at])} by the teacher` : ""}`]);
     return facts;
   }
 
@@ -182,8 +189,9 @@ function quoted(text) {
   return text === "" ? "a part of a character" : `“${oneLine(text, 80)}”`;
 }
 
-function extra({ kept, kept_more: more, experts }) {
+function extra({ kept, kept_more: more, experts, teacher }) {
   return [
+    teacher?.length ? h("p", { class: "kept" }, `likeliest by the teacher: ${teacher.map(({ text, id, logprob }) => `${text === "" ? `⟨${id}⟩` : oneLine(text, 20)} ${number(Math.exp(logprob))}`).join(" ▏")}`) : null,
     kept ? h("p", { class: "kept" }, `drawn from: ${kept.map(({ text, id }) => (text === "" ? `⟨${id}⟩` : oneLine(text, 20))).join(" ▏")}${more ? ` and ${more} more` : ""}`) : null,
     experts ? h("p", { class: "kept" }, `experts by layer: ${experts.map((layer) => layer.join("+")).join(" ▏")}`) : null,
   ];
