@@ -22,6 +22,7 @@ import psutil
 
 from headrace.clock import RealClock
 from headrace.environ import shared_memory_root
+from headrace.launch.leases import sweep
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment"]
 LIFE_MAY_TAKE_S = 300.0
@@ -207,9 +208,13 @@ def _processes(controller: int) -> list[str]:
 
 
 def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
-    """What the lives of a run that is over have left behind: processes, buffers, directories, unfinished files."""
+    """What the lives of a run that is over have left behind: processes, buffers, directories, unfinished files. One that
+    had told its end when it was killed is not resumed: what it left goes with the beginning of any other run."""
     left = [words for life in lives for words in (*life.left, *_processes(life.pid))]
     roots = {shared_memory_root(), Path(tempfile.gettempdir())}
+    if lives[-1].killed is not None:
+        for root in roots:
+            sweep(root)
     left += [str(path) for root in roots for life in lives for path in root.glob(f"headrace-{life.pid}-*")]
     left += [str(path) for path in run_dir.rglob("*.tmp*")]
     return left
