@@ -208,8 +208,8 @@ def _processes(controller: int) -> list[str]:
 
 
 def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
-    """What the lives of a run that is over have left behind: processes, buffers, directories, unfinished files. One that
-    had told its end when it was killed is not resumed: what it left goes with the beginning of any other run."""
+    """What the lives of a run that is over have left behind: processes, buffers, directories, unfinished files. What is
+    left of one that had told its end when it was killed goes with the beginning of any other run."""
     left = [words for life in lives for words in (*life.left, *_processes(life.pid))]
     roots = {shared_memory_root(), Path(tempfile.gettempdir())}
     if lives[-1].killed is not None:
