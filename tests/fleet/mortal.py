@@ -29,9 +29,17 @@ def expected(seed: int, count: int) -> list[int]:
     return [(seed * 7919 + place) % 50_021 for place in range(count)]
 
 
-def update(version: int, *, base: int | None = None) -> WeightUpdate:
-    manifest = Manifest(entries=(), total_bytes=0)
-    return WeightUpdate(version=version, slot=version % 2, path="", manifest=manifest, checksums=(version,), base=base)
+def update(version: int, *, base: int | None = None, missed: str = "") -> WeightUpdate:
+    """``missed``: the engine that it does not reach."""
+    return WeightUpdate(
+        version=version,
+        slot=version % 2,
+        path="",
+        manifest=Manifest(entries=(), total_bytes=0),
+        checksums=(version,),
+        base=base,
+        missed={missed: f"version {version} could not be uploaded to {missed}"} if missed else {},
+    )
 
 
 class Mortal(FakeEngine):
@@ -122,12 +130,12 @@ class Mortal(FakeEngine):
 def fleet_of(*names: str, **settings: Any) -> tuple[Fleet, dict[str, Mortal]]:
     fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: Mortal(name) for name in names}
     for name, engine in engines.items():
-        fleet.join(name, engine)
+        fleet.join(name, engine, address=name)
     return fleet, engines
 
 
-async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-    await fleet.stage(update(version))
+async def bring(fleet: Fleet, version: int, mode: Interrupt = Interrupt.INFLIGHT, *, missed: str = "") -> None:
+    await fleet.stage(update(version, missed=missed))
     await fleet.commit(version, mode)
 
 

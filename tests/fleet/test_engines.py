@@ -15,6 +15,8 @@ from headrace.launch.engines import AFTERGLOW_S, Engines, EngineTerms, engine_na
 from headrace.session.running import first_cause
 from headrace.types.messages.controller import Ready
 from headrace.types.observation import Recovery
+from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
+from tests.fleet.mortal import bring
 
 
 class Quiet(ControllerChannel):
@@ -31,6 +33,16 @@ class Quiet(ControllerChannel):
 
     def close(self) -> None:
         pass
+
+
+class Obedient(EngineClient):
+    """Does at once what it is told."""
+
+    async def stage(self, update: WeightUpdate) -> float:
+        return 0.0
+
+    async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
+        return SwapReport(version=version, gap_s=0.0, carried_over=0, restarted=0)
 
 
 class Process:
@@ -205,6 +217,38 @@ def test_engine_that_is_ended_for_its_silence_is_told_with_the_reason() -> None:
         assert len(stage.lives["engine"]) == 2
         assert stage.told[0].cause == "engine has said nothing for 5 s and has 1 sequences: it was ended"
         assert [recovery.carried_over for recovery in stage.told] == [1, 1]
+
+    run_virtual(main())
+
+
+def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_serves() -> None:
+    async def main() -> None:
+        stage = Stage(("engine-0", "engine-1"), silence_s=1000.0)
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            for name in stage.lives:
+                stage.now(name).peer = Obedient(name, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
+                stage.now(name).ready()
+            await settle()
+            fleet = stage.engines.fleet
+            fleet._router.place(0)
+            fleet._router.place(1)
+            await bring(fleet, 1, missed="at-engine-1-0")
+            await asyncio.sleep(3.0)
+            assert stage.engines.addresses() == ("at-engine-0-0", "at-engine-1-0"), "it is asked again"
+            await bring(fleet, 2, missed="at-engine-1-0")
+            await asyncio.sleep(3.0)
+            await bring(fleet, 3)
+            await settle()
+            running.cancel()
+        cause = "engine-1 gets no new weights: version 1 could not be uploaded to at-engine-1-0"
+        assert [str(told) for told in stage.told] == [
+            f"{cause}; it ends its 1 sequences and begins no others until a version reaches it: "
+            "open the way from the learner to that address",
+            f"{cause}; it serves again after 6.0 s, 1 sequences went on",
+        ]
+        assert not stage.engines.restarts
 
     run_virtual(main())
 

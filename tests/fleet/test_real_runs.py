@@ -171,3 +171,77 @@ def test_three_engines_that_are_killed_or_stand_still_again_and_again_lose_nothi
     said = "".join(life.lines)
     assert said.count("; it is started again, its ") >= kills - 1, "the last may be silent for a while yet"
     assert "has said nothing for 4 s and has" in said or "has not answered" in said
+
+
+CABLED = """
+import signal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from headrace.cli import main
+from headrace.launch.clients.engine import EngineClient
+from tests.security.cables import Cable
+
+cables = {}
+own, stage = EngineClient.weights_address.fget, EngineClient.stage
+
+def through(client):
+    address = own(client)
+    if client.name == "engine-0":
+        return address
+    if address not in cables:
+        cables[address] = Cable(("127.0.0.1", urlsplit(address).port))
+    return "http://127.0.0.1:" + str(cables[address].address[1])
+
+async def staged(client, update):
+    to = tuple(own(client) if address == through(client) else address for address in update.to)
+    return await stage(client, msgspec.structs.replace(update, to=to))
+
+EngineClient.weights_address, EngineClient.stage = property(through), staged
+signal.signal(signal.SIGUSR1, lambda *_: [cable.cut() for cable in cables.values()])
+signal.signal(signal.SIGUSR2, lambda *_: [cable.mend() for cable in cables.values()])
+main()
+"""
+
+
+def until_said(life: Running, words: str) -> None:
+    while words not in "".join(life.lines):
+        life.until_step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["full", "delta"])
+def test_run_goes_on_without_an_engine_that_only_the_learner_cannot_reach_and_takes_it_back(
+    tmp_path: Path, model_dir: Path, codec: str
+) -> None:
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine={**LONG, "count": 2},
+        flow={**FLOW, "max_age": 2},
+        sync={"transport": "http", "codec": codec, "deadline_s": 8.0},
+        run={"dir": "run", "steps": 100_000},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file, program=CABLED) as life:
+        life.until_step(5)
+        parts = components(run_dir)
+        life.process.send_signal(signal.SIGUSR1)
+        until_said(life, "engine-1 gets no new weights: version")
+        life.until_step(life.until_step() + 20)
+        assert "serves again" not in "".join(life.lines)
+        life.process.send_signal(signal.SIGUSR2)
+        until_said(life, "it serves again after")
+        life.until_step(life.until_step() + 10)
+        assert components(run_dir) == parts, "nothing was started again"
+        life.process.send_signal(signal.SIGINT)
+        assert life.rest(120.0) == ""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert summary["max_token_age"] <= 2
+    assert len(summary["recoveries"]) == 1
+    for books in summary["ledger"].values():
+        assert books["dropped"] == {}
+        assert books["submitted"] == books["trained"] + books["in_flight"]

@@ -92,7 +92,7 @@ def with_fleet(
 
         def come(name: str) -> None:
             engines[name] = kind(name, length=LENGTH, commit_s=0.02)
-            fleet.join(name, engines[name])
+            fleet.join(name, engines[name], address=name)
 
         def die(name: str) -> None:
             if not engines[name].dead.is_set():

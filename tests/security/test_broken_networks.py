@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +23,10 @@ from headrace.flow.ledger.base import Note
 from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, Ends
 from headrace.sync.config import Route
-from headrace.testing.sync import Pair, equal, line
+from headrace.sync.transports import make_receiver
+from headrace.testing.sync import TOKEN, Pair, equal, line
 from headrace.types.messages import controller
+from headrace.types.weights import WeightUpdate
 from headrace.view import OpenRun
 from tests.flow.redis_server import PROGRAM
 from tests.security.cables import Cable, cable
@@ -113,6 +116,57 @@ def test_a_learner_and_an_engine_that_are_parted_both_say_so_in_time_and_go_on_w
             pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
         assert equal(pair.engine, expected)
+
+
+def test_an_engine_that_only_the_learner_cannot_reach_is_left_out_until_it_answers() -> None:
+    with line(Route(transport="http", deadline_s=1.0), seed=3) as pair, cable(*place(pair.receiver.address)) as wire:
+        far = f"http://{wire.address[0]}:{wire.address[1]}"
+        near = make_receiver(pair.route, {name: tensor.clone() for name, tensor in pair.engine.items()}, TOKEN)
+        tried = counted(pair)
+
+        def publish() -> WeightUpdate:
+            """Whoever it has reached uses it."""
+            pair.version, pair.slot = pair.version + 1, 1 - pair.slot
+            pair.learn()
+            pair.publisher.copy(pair.slot)
+            update = pair.publisher.announce(pair.version, pair.slot, [near.address, far])
+            near.stage(update)
+            near.commit(pair.version)
+            if far in update.to:
+                pair.receiver.stage(msgspec.structs.replace(update, to=(pair.receiver.address,)))
+                pair.receiver.commit(pair.version)
+            return update
+
+        assert publish().to == (near.address, far)
+        wire.cut()
+        first = publish()
+        assert first.to == (near.address,)
+        assert re.fullmatch(
+            r"version 1 could not be uploaded to http.*silent for at most 1 s: TimeoutError.*", first.missed[far]
+        )
+        tried.clear()
+        assert [publish().missed for _ in range(4)] == [first.missed] * 4
+        assert far not in tried, "nobody waits for it again"
+        wire.mend()
+        knocks = pair.publisher._outbox._knocks  # type: ignore[attr-defined]
+        while far not in publish().to:
+            knocks[far].result(10)
+        assert (near.committed, pair.receiver.committed) == (pair.version, pair.version)
+        assert equal(pair.engine, pair.expected())
+        near.close()
+
+
+def counted(pair: Pair) -> list[str]:
+    """The addresses that it begins to upload to."""
+    outbox, tried = pair.publisher._outbox, []
+    upload = outbox._upload  # type: ignore[attr-defined]
+
+    def noted(address: str, key: str, parcel: object) -> None:
+        tried.append(address)
+        upload(address, key, parcel)
+
+    outbox._upload = noted  # type: ignore[attr-defined]
+    return tried
 
 
 def test_an_engine_that_is_parted_in_the_middle_of_an_upload_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,12 @@ def make_run(directory: Path, model: Path, *, reward: str = REWARD, rows: str | 
     return path
 
 
-def command(*arguments: str | Path) -> list[str]:
+PROGRAM = "from headrace.cli import main; main()"
+
+
+def command(*arguments: str | Path, program: str = PROGRAM) -> list[str]:
     """The program ``headrace``."""
-    return [sys.executable, "-c", "from headrace.cli import main; main()", *map(str, arguments)]
+    return [sys.executable, "-c", program, *map(str, arguments)]
 
 
 def headrace(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -120,11 +123,10 @@ class Running:
 
 
 @contextmanager
-def running(*arguments: str | Path) -> Iterator[Running]:
+def running(*arguments: str | Path, program: str = PROGRAM) -> Iterator[Running]:
     """Start the program; it does not outlive the body."""
-    with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    ) as process:
+    begun = command(*arguments, program=program)
+    with subprocess.Popen(begun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1) as process:
         try:
             yield Running(process)
         finally:

@@ -117,7 +117,13 @@ class Crew(Protocol):
     """Engines that come and go behind one :class:`Engine`: what those who bring weights have to know of them."""
 
     async def manned(self) -> None:
-        """Until an engine is there, with weights or without."""
+        """Until an engine is there, with weights or without, that the newest version has not missed; or until all are
+        there: those that are not come soon, or the run ends."""
+        ...
+
+    def spare(self, version: int, why: str) -> bool:
+        """Go on without the engines that lack ``version``, until a later one reaches them, if others have brought it;
+        whether others have."""
         ...
 
     async def behind(self) -> None:

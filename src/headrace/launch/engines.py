@@ -5,7 +5,8 @@
       └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
 
 The sequences of a dead engine go on elsewhere, or wait for it, and the learner notices nothing. A first start that
-fails is no accident: it ends the run with what the engine said.
+fails is no accident: it ends the run with what the engine said. One that lives, and that new weights do not reach, is
+left alone: it ends its sequences, and serves again when a later version has reached it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class EngineTerms:
 
 @dataclass(slots=True, kw_only=True)
 class _Absence:
-    """From the death of an engine until it serves again."""
+    """From the death of an engine, or from a version that missed it, until it serves again."""
 
     cause: str
     since_s: float
@@ -82,7 +83,8 @@ class Engines:
         self.fleet = Fleet(clock, size=len(self._names), rolling=terms.rolling, end=end)
 
     def send_recoveries_to(self, tell: Callable[[Recovery], None]) -> None:
-        """From now on, ``tell`` hears of every death that does not end the run, and again when the engine serves."""
+        """From now on, ``tell`` hears of every death that does not end the run, and of every engine that new weights do
+        not reach; and again when it serves."""
         self._tell = tell
 
     async def start(self) -> None:
@@ -101,15 +103,11 @@ class Engines:
 
     def addresses(self) -> tuple[str, ...]:
         """Where a learner can send weights to, of those that are there; none where they fetch them."""
-        return self._addresses(self.fleet.names)
+        return self.fleet.addresses(self.fleet.names)
 
     def lacking(self, version: int) -> tuple[str, ...]:
         """The same, of those that have not brought ``version``."""
-        return self._addresses(self.fleet.lacking(version))
-
-    def _addresses(self, names: Sequence[str]) -> tuple[str, ...]:
-        clients = [self._children[name].peer for name in names]
-        return tuple(address for client in clients for address in _engine(client).weights_addresses)
+        return self.fleet.addresses(self.fleet.lacking(version))
 
     async def _keep(self, name: str) -> None:
         absence: _Absence | None = None
@@ -141,17 +139,29 @@ class Engines:
         if not child.peer.ready.done():
             self._condemn(child.role, f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s")
             return
-        self.fleet.join(child.role, _engine(child.peer), version=self._terms.version)
-        await self.fleet.serving(child.role)
-        if absence is not None:
-            self._tell(
-                Recovery(
-                    part=child.role,
-                    cause=absence.cause,
-                    seconds=self._clock.now() - absence.since_s,
-                    carried_over=absence.carried_over,
+        engine = _engine(child.peer)
+        self.fleet.join(child.role, engine, version=self._terms.version, address=engine.weights_address)
+        while True:
+            if why := await self.fleet.settled(child.role):
+                absence = self._miss(child.role, why, absence)
+                await self.fleet.serving(child.role)
+            if absence is not None:
+                self._tell(
+                    Recovery(
+                        part=child.role,
+                        cause=absence.cause,
+                        seconds=self._clock.now() - absence.since_s,
+                        carried_over=absence.carried_over,
+                    )
                 )
-            )
+                absence = None
+            await self.fleet.unsettled(child.role)
+
+    def _miss(self, name: str, why: str, absence: _Absence | None) -> _Absence:
+        """New weights do not reach it; ``absence``: nor did it serve before."""
+        cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
+        self._tell(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
+        return absence or _Absence(cause=cause, since_s=self._clock.now(), carried_over=load)
 
     def _condemn(self, name: str, why: str) -> None:
         self._why[name] = f"{why}: it was ended"

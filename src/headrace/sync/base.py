@@ -12,8 +12,8 @@ only when the newer version is in use. A refused update changes nothing that is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -63,6 +63,16 @@ class Parcel:
     """A receiver could not use it as it came: begin anew, whatever the transport keeps between versions."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """One payload that is available."""
+
+    path: str
+    """What the update's ``path`` is to say."""
+    missed: Mapping[str, str] = field(default_factory=dict)
+    """The receivers that it was sent to and did not reach, and why; by their addresses."""
+
+
 class Outbox(Protocol):
     """The learner's side of a transport. Failures are :class:`~headrace.errors.WeightsError`."""
 
@@ -70,9 +80,9 @@ class Outbox(Protocol):
         """Room for the slots. Raises :class:`~headrace.errors.WeightsError` where there is too little."""
         ...
 
-    def send(self, parcel: Parcel) -> str:
-        """Make the payload available; what the update's ``path`` is to say. The payload stays as it is until the slot
-        is filled again."""
+    def send(self, parcel: Parcel) -> Sent:
+        """Make the payload available. It stays as it is until the slot is filled again. What reaches nobody is a
+        failure; what reaches some of ``parcel.to`` is not."""
         ...
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, Parcel
+from headrace.sync.base import BUCKET_BYTES, Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
 from headrace.types.weights import WeightUpdate
@@ -76,7 +76,7 @@ class CollectiveOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> str:
+    def send(self, parcel: Parcel) -> Sent:
         if not parcel.to:
             raise WeightsError(
                 f"version {parcel.version} has no receiver to be sent to", remedy="start an engine with this transport"
@@ -85,7 +85,7 @@ class CollectiveOutbox:
         if parcel.again or not settled or self._name.partition(".")[2] != _joined(parcel.to):
             self._name = f"{secrets.token_hex(4)}.{_joined(parcel.to)}"
         self._transfer = self._sender.submit(self._send, self._name, parcel)
-        return self._name
+        return Sent(path=self._name)
 
     def close(self) -> None:
         self._sender.shutdown(wait=False, cancel_futures=True)

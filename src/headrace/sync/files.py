@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.errors import ConfigError, NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel
+from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
 from headrace.types.weights import Manifest, WeightUpdate
@@ -46,7 +46,7 @@ class FilesOutbox:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> str:
+    def send(self, parcel: Parcel) -> Sent:
         name = f"v{parcel.version:08d}-{secrets.token_hex(4)}.{'safetensors' if parcel.whole else 'delta'}"
         path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
         try:
@@ -67,7 +67,7 @@ class FilesOutbox:
                 f"version {parcel.version} cannot be written to {path} ({len(parcel.payload)} bytes): {error}",
                 remedy="make room there, let this user write there, or set sync.directory",
             ) from None
-        return name
+        return Sent(path=name)
 
     def close(self) -> None:
         for path in self._written:

@@ -20,7 +20,7 @@ import secrets
 import socket
 import ssl
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 from headrace.config.tls import only, server_context
 from headrace.errors import ConfigError, NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, Parcel
+from headrace.sync.base import BUCKET_BYTES, Parcel, Sent
 from headrace.sync.config import LOOPBACK, Route
 from headrace.sync.manifest import private_memory
 from headrace.types.weights import WeightUpdate
@@ -36,28 +36,69 @@ from headrace.types.weights import WeightUpdate
 MAX_CONNECTIONS = 8
 MOST_UPLOADS = 16
 """Engines that are served at once."""
+KNOCK_S = 2.0
+"""Longest that an engine which was not reached may take to show that it can be."""
 _PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
 _NUMBER = re.compile(r"\d{1,18}")
 
 
 class HttpOutbox:
-    """Uploads to all receivers at once: a slow one, or a silent one, does not delay what the others get."""
+    """Uploads to all receivers at once: a slow one, or a silent one, does not delay what the others get. One that was
+    missed where others were reached is knocked at, beside everything else, and sent nothing until it has answered."""
 
     def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
+        self._missed: dict[str, WeightsError] = {}
+        self._knocks: dict[str, Future[bool]] = {}
+        self._knocking = ThreadPoolExecutor(max_workers=MOST_UPLOADS, thread_name_prefix="knock")
 
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> str:
+    def send(self, parcel: Parcel) -> Sent:
         key = f"{parcel.version}-{secrets.token_hex(8)}"
+        due = [url for url in parcel.to if self._answers(url)] or parcel.to
         with ThreadPoolExecutor(max_workers=MOST_UPLOADS, thread_name_prefix="upload") as uploads:
-            for done in [uploads.submit(self._upload, url, key, parcel) for url in parcel.to]:
-                done.result()
-        return key
+            begun = {url: uploads.submit(self._upload, url, key, parcel) for url in due}
+        missed = {url: self._missed[url] for url in parcel.to if url not in begun}
+        for url, upload in begun.items():
+            try:
+                upload.result()
+            except WeightsError as error:
+                missed[url] = error
+        if parcel.to and len(missed) == len(parcel.to):
+            raise missed[due[0]]
+        for url in begun:
+            self._missed.pop(url, None)
+            self._knocks.pop(url, None)
+        self._missed |= missed
+        return Sent(path=key, missed={url: error.problem for url, error in missed.items()})
 
     def close(self) -> None:
         """No connection is kept."""
+        self._knocking.shutdown(wait=False, cancel_futures=True)
+
+    def _answers(self, url: str) -> bool:
+        """Whether it was reached the last time, or has answered a knock since; else somebody knocks."""
+        if url not in self._missed:
+            return True
+        knock = self._knocks.get(url)
+        if knock is not None and knock.done() and knock.result():
+            return True
+        if knock is None or knock.done():
+            self._knocks[url] = self._knocking.submit(self._knock, url)
+        return False
+
+    def _knock(self, url: str) -> bool:
+        connection = self._connection(url, min(KNOCK_S, self._deadline_s))
+        try:
+            connection.request("HEAD", "/")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        return True
 
     def _upload(self, url: str, key: str, parcel: Parcel) -> None:
         try:
@@ -70,8 +111,7 @@ class HttpOutbox:
             ) from None
 
     def _put(self, url: str, key: str, parcel: Parcel) -> None:
-        place = urlsplit(url)
-        connection = self._connection(place.hostname or "", place.port)
+        connection = self._connection(url, self._deadline_s)
         try:
             for start in range(0, max(len(parcel.payload), 1), BUCKET_BYTES):
                 headers = {
@@ -91,10 +131,12 @@ class HttpOutbox:
         finally:
             connection.close()
 
-    def _connection(self, host: str, port: int | None) -> http.client.HTTPConnection:
+    def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
+        place = urlsplit(url)
+        host = place.hostname or ""
         if self._tls is None:
-            return http.client.HTTPConnection(host, port, timeout=self._deadline_s)
-        return http.client.HTTPSConnection(host, port, timeout=self._deadline_s, context=self._tls)
+            return http.client.HTTPConnection(host, place.port, timeout=timeout_s)
+        return http.client.HTTPSConnection(host, place.port, timeout=timeout_s, context=self._tls)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -93,15 +93,17 @@ class Publisher:
     def _send(self, parcel: Parcel, base: int | None = None) -> WeightUpdate:
         announced = self._announced[parcel.slot]
         assert announced is not None
+        sent = self._outbox.send(parcel)
         return WeightUpdate(
             version=parcel.version,
             slot=parcel.slot,
-            path=self._outbox.send(parcel),
+            path=sent.path,
             manifest=self.manifest,
             checksums=announced.checksums,
             base=base,
             num_bytes=len(parcel.payload),
-            to=tuple(parcel.to),
+            to=tuple(address for address in parcel.to if address not in sent.missed),
+            missed=dict(sent.missed),
             adapter=f"adapter-v{parcel.version}" if self._codec.adapters_only else "",
         )
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from headrace.errors import NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel
+from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel, Sent
 from headrace.sync.config import Route
 from headrace.types.weights import WeightUpdate
 
@@ -48,14 +48,14 @@ class ShmOutbox:
         finally:
             os.close(descriptor)
 
-    def send(self, parcel: Parcel) -> str:
+    def send(self, parcel: Parcel) -> Sent:
         if not parcel.whole:
             try:
                 self._write(parcel)
             except OSError as error:
                 what = f"the update to version {parcel.version} needs {len(parcel.payload)} bytes of shared memory"
                 raise _full(self._path, what, error) from None
-        return str(self._path)
+        return Sent(path=str(self._path))
 
     def close(self) -> None:
         if self._made:

@@ -239,7 +239,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """A part that died and was started again, without an end of the run.
+    """A part that died and was started again, or that was out of reach for a while, without an end of the run.
 
     >>> str(Recovery(part="engine-1", cause="engine-1 (pid 7) was killed by SIGKILL", seconds=3.12, carried_over=14))
     'engine-1 (pid 7) was killed by SIGKILL; it serves again after 3.1 s, 14 sequences went on'
@@ -248,13 +248,20 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     part: str
     """Its role."""
     cause: str
-    """Of its death, in words."""
+    """Of its death, or of its absence, in words."""
     seconds: float | None
-    """From its death until it served again; ``None``: it is being started."""
+    """From then until it served again; ``None``: it does not yet."""
     carried_over: int
     """Sequences that it had, and that go on."""
+    lives: bool = False
+    """It did not die, and new weights do not reach it."""
 
     def __str__(self) -> str:
+        if self.seconds is None and self.lives:
+            return (
+                f"{self.cause}; it ends its {self.carried_over} sequences and begins no others until a version reaches "
+                "it: open the way from the learner to that address"
+            )
         if self.seconds is None:
             return f"{self.cause}; it is started again, its {self.carried_over} sequences go on"
         return f"{self.cause}; it serves again after {self.seconds:.1f} s, {self.carried_over} sequences went on"

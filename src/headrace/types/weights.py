@@ -54,7 +54,9 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     """How many bytes travel; 0 where the image is read where it lies."""
     to: tuple[str, ...] = ()
-    """The addresses that it was sent to, by transports that send to somebody."""
+    """The addresses that it was sent to and has reached, by transports that send to somebody."""
+    missed: dict[str, str] = {}
+    """The addresses that it was sent to and has not reached, and why."""
     adapter: str = ""
     """What engines that keep several adapters side by side may call this one; empty: it is not an adapter alone."""
 

@@ -123,8 +123,11 @@ class SyncLoop:
             await asyncio.sleep(SOON_S)
             return await self._again(publication, error)
 
-    async def _again(self, publication: Publication, why: WeightsError) -> WeightUpdate:
-        """Sent once more, whole, to the engines that are there and lack it."""
+    async def _again(
+        self, publication: Publication, why: WeightsError, before: WeightUpdate | None = None
+    ) -> WeightUpdate:
+        """Sent once more, whole, to the engines that are there and lack it. ``before``: as others have brought it, who
+        go on without those that it still does not reach."""
         crew = self._state.parts.crew
         for left in reversed(range(MAX_SENT)):
             self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
@@ -133,6 +136,8 @@ class SyncLoop:
             try:
                 return await self._state.parts.learner.resend(publication)
             except WeightsError as error:
+                if before is not None and self._spare(publication.version, error):
+                    return before
                 if crew is None or not left:
                     raise
                 why = error
@@ -150,18 +155,29 @@ class SyncLoop:
             if not self._free:
                 self._leaves_behind = True
                 return
-            await self._into_use(publication, await self._again(publication, refusal))
+            await self._into_use(publication, await self._again(publication, refusal, update), sent_again=True)
 
-    async def _into_use(self, publication: Publication, update: WeightUpdate) -> tuple[WeightUpdate, SwapReport]:
-        """Staged and committed; what an engine could not use as it came is sent again, whole."""
-        for left in reversed(range(MAX_SENT)):
+    async def _into_use(
+        self, publication: Publication, update: WeightUpdate, *, sent_again: bool = False
+    ) -> tuple[WeightUpdate, SwapReport]:
+        """Staged and committed; what an engine could not use as it came is sent again, whole. One that cannot use that
+        either is left behind, where others can."""
+        tries = 1
+        while True:
             try:
                 return update, await self._once(update)
             except NeedsFull as refusal:
-                if not left:
-                    raise
-                update = await self._again(publication, refusal)
-        raise AssertionError("the last refusal is raised")
+                why = refusal
+            if sent_again and self._spare(publication.version, why):
+                continue
+            if tries == MAX_SENT:
+                raise why
+            update, sent_again, tries = await self._again(publication, why, update), True, tries + 1
+
+    def _spare(self, version: int, why: WeightsError) -> bool:
+        """Whether the engines that have brought ``version`` go on without the others."""
+        crew = self._state.parts.crew
+        return crew is not None and crew.spare(version, why.problem)
 
     async def _once(self, update: WeightUpdate) -> SwapReport:
         state, version = self._state, update.version

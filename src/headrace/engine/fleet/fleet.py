@@ -6,6 +6,7 @@
     stage  ──▶ every engine that lacks the version, at once
     commit ──▶ k at a time, while the others serve; done when every engine that is there uses it
     join ──▶ it waits for the newest version, then serves            leave ──▶ its sequences find another place
+    a version misses it ──▶ it ends what it has, and serves again when a later one reaches it
 
 An engine is judged by its own requests: it dies, or it says nothing for too long while it has some. Whoever keeps the
 processes tells of their coming and going, and is told whom to end.
@@ -15,22 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import msgspec
 
 from headrace.clock import Clock
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
 from headrace.engine.fleet.journey import MAX_FRUITLESS, Journey
-from headrace.engine.fleet.router import Router
+from headrace.engine.fleet.member import TICK_S, Homes, Member
+from headrace.engine.fleet.router import Router, SeatState
 from headrace.engine.fleet.totals import combined, total
-from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull, RequestError
+from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
 from headrace.types.messages.controller import EngineStats
-from headrace.types.messages.engine import Fork
 from headrace.types.sampling import Sampling
 from headrace.types.taught import TopScores
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
@@ -39,26 +36,8 @@ from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 A = TypeVar("A")
 
-TICK_S = 1.0
-"""How often the engines are looked at."""
-HOMES = 65_536
-"""Requests of which it is known where they were, for forks."""
 GOES_ON = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
 """Commits that do not stop generation: unless told otherwise all engines commit at once."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Member:
-    name: str
-    engine: Engine
-    version: int = NOT_SAMPLED
-    """In use."""
-    staged: int = NOT_SAMPLED
-    """The newest that it has brought."""
-    heard: EngineStats = field(default_factory=EngineStats)
-    """What it said last."""
-    silent_s: float = 0.0
-    """Since it said that."""
 
 
 class Fleet:
@@ -79,22 +58,23 @@ class Fleet:
     ) -> None:
         self._clock, self._size, self._rolling, self._end = clock, size, rolling, end
         self._router = Router()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._left: dict[str, int] = {}
         self._gone = EngineStats()
         self._numbers = itertools.count()
-        self._homes: OrderedDict[int, tuple[_Member, int]] = OrderedDict()
+        self._homes = Homes()
         self._update: WeightUpdate | None = None
         self._paused: bool | None = None  # with release or without; None: it goes on
         self._changed = asyncio.Event()
         self.version = NOT_SAMPLED
-        """The newest that every engine uses."""
+        """The newest that every engine uses, but for those that it has missed."""
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
-    def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED) -> None:
-        """``engine`` is there, with the weights ``version``; without any it serves when it has got the newest."""
-        self._members[name] = _Member(name=name, engine=engine, version=version, staged=version)
+    def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
+        """``engine`` is there, with the weights ``version``; without any it serves when it has got the newest, which
+        may be sent to ``address``."""
+        self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged=version)
         self._router.join(name)
         if version != NOT_SAMPLED:
             self._router.use(name, version)
@@ -114,30 +94,54 @@ class Fleet:
         """Who is there, those without weights included."""
         return tuple(self._members)
 
+    def addresses(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Where weights can be sent to; none where they are fetched."""
+        return tuple(address for name in names if (address := self._members[name].address))
+
     async def serving(self, name: str) -> None:
         """Until it serves."""
-        while (member := self._members.get(name)) is None or member.version == NOT_SAMPLED:
-            await self._changed.wait()
+        await self._until(lambda: self._serves(name))
+
+    async def settled(self, name: str) -> str:
+        """Until it serves, or the newest version does not reach it: why not; empty where it serves."""
+        await self._until(lambda: self._serves(name) or self._misses(name))
+        return self._members[name].missed
+
+    async def unsettled(self, name: str) -> None:
+        """Until a version does not reach it."""
+        await self._until(lambda: self._misses(name))
+
+    def load(self, name: str) -> int:
+        """How many sequences it has."""
+        return self._router.load(name)
 
     async def complete(self) -> None:
         """Until as many engines are there as should be."""
-        while len(self._members) < self._size:
-            await self._changed.wait()
+        await self._until(lambda: len(self._members) >= self._size)
 
     async def manned(self) -> None:
-        """Until an engine is there, with weights or without."""
-        while not self._members:
-            await self._changed.wait()
+        """Until an engine is there that the newest version has not missed, or all are there."""
+        members = self._members
+        await self._until(lambda: len(members) >= self._size or not all(each.missed for each in members.values()))
 
     async def behind(self) -> None:
-        """Until an engine is there that lacks the version that the others use, or that they used when they were
-        there."""
-        while not any(member.version < self.version for member in self._members.values()):
-            await self._changed.wait()
+        """Until an engine is there that lacks the version that the others use, or that they used when they were there,
+        and that it has not missed."""
+        members = self._members
+        await self._until(lambda: any(each.version < self.version and not each.missed for each in members.values()))
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """The engines that have not brought ``version``."""
-        return tuple(member.name for member in self._members.values() if member.staged < version)
+        """The engines that have not brought ``version``, but for those that it has missed."""
+        return tuple(each.name for each in self._members.values() if each.staged < version and not each.missed)
+
+    def spare(self, version: int, why: str) -> bool:
+        """Go on without the engines that lack ``version``, until a later one reaches them, if others have brought it;
+        whether others have."""
+        if not self._brought(version):
+            return False
+        for name in self.lacking(version):
+            self._set_aside(self._members[name], why)
+        return True
 
     async def watch(self, silence_s: float) -> None:
         """Have an engine ended that has sequences and says nothing for ``silence_s``; until cancelled.
@@ -147,42 +151,50 @@ class Fleet:
         while True:
             await asyncio.sleep(TICK_S)
             for member in list(self._members.values()):
-                self._listen(member, silence_s)
+                load = 0 if self._paused is not None else self._router.load(member.name)
+                member.listen(load)
+                if member.silent_s >= silence_s:
+                    self._give_up(member, member.too_silent(load))
 
-    def _listen(self, member: _Member, silence_s: float) -> None:
-        said, load = member.engine.stats(), self._router.load(member.name)
-        if said is not member.heard or not load or self._paused is not None:
-            member.heard, member.silent_s = said, 0.0
-            return
-        member.silent_s += TICK_S
-        if member.silent_s >= silence_s:
-            self._give_up(
-                member,
-                DeadlineError(
-                    f"{member.name} has said nothing for {member.silent_s:g} s and has {load} sequences",
-                    remedy="look at its log in the run directory; raise launch.engine_silence_s if its steps take long",
-                ),
-            )
-
-    def _give_up(self, member: _Member, error: DeadlineError) -> None:
+    def _give_up(self, member: Member, error: DeadlineError) -> None:
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # not its successor
             self._drop(member)
             self._end(member.name, error.problem)
 
-    def _drop(self, member: _Member) -> None:
+    def _drop(self, member: Member) -> None:
         if self._members.get(member.name) is not member:
             return
         del self._members[member.name]
+        member.gone = True
         self._left[member.name] = len(self._router.leave(member.name))
         self._gone = total([member.engine.stats()], self._gone, version=NOT_SAMPLED, size=1)
+        self._ring()
+
+    def _serves(self, name: str) -> bool:
+        return self._router.state(name) not in (None, SeatState.JOINING)
+
+    def _misses(self, name: str) -> bool:
+        return name in self._members and bool(self._members[name].missed)
+
+    def _brought(self, version: int) -> bool:
+        """Whether any engine has."""
+        return any(member.staged >= version for member in self._members.values())
+
+    def _set_aside(self, member: Member, why: str) -> None:
+        member.missed = why
+        self._router.set_aside(member.name)
         self._ring()
 
     def _ring(self) -> None:
         """Whoever waits looks again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    async def _until(self, so: Callable[[], bool]) -> None:
+        while not so():
+            await self._changed.wait()
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +221,8 @@ class Fleet:
 
     async def _leg(self, journey: Journey) -> AsyncIterator[TokenChunk]:
         """What one engine makes of it: all of it, or until that engine is gone."""
-        home, fork = self._home(journey.options.fork)
+        fork = journey.options.fork
+        home, fork = (None, None) if fork is None else self._homes.of(fork)
         member = await self._place(journey, home)
         stream: Any = member.engine.generate(  # a generator, as all that follow the contract
             journey.prompt_ids_T, journey.sampling, journey.asked(self._clock.now(), fork)
@@ -228,27 +241,14 @@ class Fleet:
             if home is not None or journey.avoid >= self._members.keys():
                 raise
 
-    def _took(self, journey: Journey, member: _Member, chunk: TokenChunk) -> TokenChunk:
-        self._homes[journey.number] = (member, chunk.request_id)
-        if len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
+    def _took(self, journey: Journey, member: Member, chunk: TokenChunk) -> TokenChunk:
+        self._homes.put(journey.number, member, chunk.request_id)
         passed_on = journey.took(chunk)
         if journey.over:
             self._router.end(journey.number)  # its reader may take its time
         return passed_on
 
-    def _home(self, fork: Fork | None) -> tuple[_Member | None, Fork | None]:
-        """The one engine that can serve a fork, and the fork in its words; none for what is no fork."""
-        if fork is None:
-            return None, None
-        member, parent = self._homes.get(fork.parent, (None, -1))
-        if member is None or self._members.get(member.name) is not member:
-            where = "has not been heard of for long" if member is None else f"was with {member.name}, which is gone"
-            problem = f"a fork of request {fork.parent}, which {where}"
-            raise RequestError(problem, remedy="send its tokens as a prompt")
-        return member, msgspec.structs.replace(fork, parent=parent)
-
-    async def _place(self, journey: Journey, home: _Member | None = None) -> _Member:
+    async def _place(self, journey: Journey, home: Member | None = None) -> Member:
         wish = journey.wish("" if home is None else home.name, alone=len(self._members) == 1)
         while (name := self._router.place(journey.number, wish, journey.avoid)) is None:
             if self._router.serves and not journey.avoid:
@@ -287,10 +287,10 @@ class Fleet:
 
         :class:`~headrace.errors.NeedsFull` where one needs it sent again; those that have it keep it.
         """
-        self._update = update
+        self._expect(update)
         start_s = self._clock.now()
-        while not self._members or self.lacking(update.version):
-            await self.manned()
+        while self.lacking(update.version) or not self._brought(update.version):
+            await self._until(lambda: bool(self.lacking(update.version)))
             lacking = [self._members[name] for name in self.lacking(update.version)]
             for refusal in await self._all(self._stage(member, update) for member in lacking):
                 if refusal is not None:
@@ -312,6 +312,8 @@ class Fleet:
                 break
             assert self._update is not None
             await self.stage(self._update)
+        if mode is Interrupt.SLEEP:
+            await self._all(self._stand_still(each, None) for each in self._members.values() if each.missed)
         self.version = version
         self._ring()
         return combined(version, mode, done)
@@ -328,6 +330,15 @@ class Fleet:
         here = (member.engine.stats() for member in self._members.values())
         return total(here, self._gone, version=self.version, size=self._size)
 
+    def _expect(self, update: WeightUpdate) -> None:
+        """A version that is new may reach those that the one before has missed."""
+        is_new = self._update is None or self._update.version < update.version
+        self._update = update
+        for member in self._members.values():
+            member.missed = "" if is_new else member.missed
+            if why := update.missed.get(member.address):
+                self._set_aside(member, why)
+
     def _at_once(self, mode: Interrupt) -> int:
         if self._rolling is not None:
             return self._rolling
@@ -342,7 +353,7 @@ class Fleet:
         return [result for result in results if not isinstance(result, BaseException)]
 
     @contextmanager
-    def _outlived(self, member: _Member) -> Iterator[None]:
+    def _outlived(self, member: Member) -> Iterator[None]:
         """Within this its end, or its silence, is that of one engine: the others go on."""
         try:
             yield
@@ -351,11 +362,11 @@ class Fleet:
         except DeadlineError as late:
             self._give_up(member, late)
 
-    async def _stand_still(self, member: _Member, release: bool | None) -> None:
+    async def _stand_still(self, member: Member, release: bool | None) -> None:
         with self._outlived(member):
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 
-    async def _stage(self, member: _Member, update: WeightUpdate) -> NeedsFull | None:
+    async def _stage(self, member: Member, update: WeightUpdate) -> NeedsFull | None:
         with self._outlived(member):
             try:
                 await member.engine.stage(update)
@@ -366,7 +377,7 @@ class Fleet:
         return None
 
     async def _commit(
-        self, member: _Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
+        self, member: Member, version: int, mode: Interrupt, gate: asyncio.Semaphore
     ) -> SwapReport | None:
         async with gate:
             if self._members.get(member.name) is not member:

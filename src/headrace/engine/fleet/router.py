@@ -1,12 +1,14 @@
 """Which engine serves which sequence: decisions over plain data, without a clock and without waiting.
 
     join ──▶ JOINING ── it has the weights ──▶ SERVING ◀── hold, release ──▶ HELD
-                │                                 │                           │
+                │  ▲                              │                           │
+                │  └── the newest do not reach it ┤                           │
                 └──────────── leave ──────────────┴───────────────────────────┘   its sequences need another place
 
 A sequence goes where its session was before; else to the engine that computed the longest beginning of its prompt under
 the weights it still has; else, and where that one has clearly more to do, to the least loaded. An engine that is held,
-because a commit stops it, gets new sequences only where there is no other.
+because a commit stops it, gets new sequences only where there is no other. One that new weights do not reach keeps the
+sequences that it has: they were begun with weights that it still uses.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class SeatState(enum.Enum):
     """Where an engine stands."""
 
     JOINING = enum.auto()
-    """It is there, and has not the weights that the others have."""
+    """It is there, and has not the weights that the others have: it is given nothing new."""
     SERVING = enum.auto()
     HELD = enum.auto()
     """A commit stops it for a while."""
@@ -136,6 +138,10 @@ class Router:
         seat.version = version
         if seat.state is SeatState.JOINING:
             seat.state = SeatState.SERVING
+
+    def set_aside(self, name: str) -> None:
+        """Give it nothing new until it uses newer weights."""
+        self._seats[name].state = SeatState.JOINING
 
     def hold(self, name: str) -> None:
         """Give it nothing new while others serve."""

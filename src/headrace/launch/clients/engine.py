@@ -66,10 +66,9 @@ class EngineClient(Peer):
                 self.send(Abort(request_ids=(request_id,)))
 
     @property
-    def weights_addresses(self) -> tuple[str, ...]:
-        """Where a learner can send weights to; none where the engine fetches them. Known when it is ready."""
-        address = str(self.ready.result().facts.get("weights_address", ""))
-        return (address,) if address else ()
+    def weights_address(self) -> str:
+        """Where a learner can send weights to; empty where the engine fetches them. Known when it is ready."""
+        return str(self.ready.result().facts.get("weights_address", ""))
 
     async def stage(self, update: WeightUpdate) -> float:
         self._refuse_closed()
