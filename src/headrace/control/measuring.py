@@ -203,6 +203,7 @@ def part_metrics(state: RunState, num_episodes: int) -> dict[str, float]:
         "generated_tok_s": (stats.generated_tokens - then.generated_tokens) / wall_s,
         "engine_busy_frac": max(0.0, busy_s / wall_s),
         "learner_busy_frac": min(1.0, learner_s / wall_s),
+        "engine_steps": float(max(0, stats.steps - then.steps)),
         "engine_running": float(stats.running),
         "engine_waiting": float(stats.waiting),
         "preempted": float(stats.preempted),

@@ -2,8 +2,10 @@
 
 The engine's curve is a line through (sequences at once, seconds of a step), one point for each tenth of the run:
 
-    sequences at once = seconds of all episodes in that time / seconds that the engine worked
-    seconds of a step = sequences at once · seconds that the engine worked / tokens that it sampled
+    seconds of a step = seconds that the engine worked / its steps
+    sequences at once = tokens that it sampled / its steps
+                      = seconds of all episodes in that time / seconds that a served engine worked, of whose steps
+                        nobody knows
 
 A line needs points that differ: where they hardly do, a step is taken to be as long as it was.
 """
@@ -103,13 +105,17 @@ def _points(run: Recording) -> Iterable[tuple[float, float]]:
     """(sequences at once, seconds of a step) in each part of the run."""
     steps = run.steps[SKIPPED - 1 :]
     engines = run.setting("engine", "count", 1)
+    counts = run.config.get("engine", {}).get("kind") == "native"
     edges = np.unique(np.linspace(0, len(steps) - 1, PARTS + 1).astype(int))
     for begin, end in pairwise(edges.tolist()):
         within = (steps[begin].clock_s, steps[end].clock_s)
         busy_s = _within(run.spans, within, lambda span: span.lane.startswith("engine") and span.name != "commit")
         episodes_s = _within(run.spans, within, lambda span: span.lane == "rollout" and span.name == "episode")
         tokens = steps[end].generated_tokens - steps[begin].generated_tokens
-        if busy_s > 0 and tokens > 0 and episodes_s > 0:
+        num = sum(step.metrics.get("engine_steps") or 0.0 for step in steps[begin + 1 : end + 1])
+        if busy_s > 0 and tokens > 0 and num > 0 and counts:
+            yield tokens / num, busy_s / num
+        elif busy_s > 0 and tokens > 0 and episodes_s > 0:
             at_once = max(1.0, episodes_s / busy_s)
             yield at_once / engines, at_once * busy_s / tokens / engines
 
