@@ -105,6 +105,13 @@ def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_t
     assert plan_png(loses)[:4] == b"\x89PNG"
 
 
+def test_plan_of_a_run_without_a_bound_takes_no_longer_than_another() -> None:
+    cluster = {"accelerator": "H100", "count": 16}
+    far = {"policy": {"kind": "unbounded"}, "max_age": 10**9, "lead": 10**9}
+    assert found(cluster, flow=far).asked.tok_s > 0
+    assert found(cluster, flow={"max_age": 10**9}).asked.tok_s > 0
+
+
 def test_line_of_a_dry_run_names_view_rate_and_what_holds_it_up() -> None:
     line = verdict_line(found({"accelerator": "H100", "count": 16}), bound)
     assert line.startswith("Plan (16 × H100; roofline: 60%")

@@ -14,6 +14,7 @@ import msgspec
 
 from headrace.clock import Clock
 from headrace.errors import ConfigError
+from headrace.flow import FlowConfig
 from headrace.plan.outcome import Outcome
 from headrace.plan.simulator import Simulation
 from headrace.plan.system import Choice, Site
@@ -185,7 +186,8 @@ class Search:
             per_step = choice.flow.groups_per_step * choice.flow.group_size
             lead = min(choice.flow.effective_lead, MOST_STEPS)
             steps = min(MOST_STEPS, max(LEAST_STEPS + lead, EPISODES // per_step))
-            world = replace(self.site.world(choice, steps), endless=True)
+            nearer = replace(choice, flow=choice.flow.model_copy(update=_no_further(choice.flow, MOST_STEPS)))
+            world = replace(self.site.world(nearer, steps), endless=True)
             self._known[key] = Candidate(choice=choice, outcome=Simulation(world, seed=self.seed).run())
         return self._known[key]
 
@@ -204,6 +206,12 @@ class Search:
 
 
 _FRESH = {"policy": "synchronous", "max_age": 0, "lead": 0, "order": "strict", "capacity": None}
+
+
+def _no_further(flow: FlowConfig, steps: int) -> dict[str, object]:
+    """What keeps generation from running further ahead than ``steps``: a group that ends later is not seen."""
+    ahead = {"max_age": flow.max_age, "lead": flow.lead}
+    return {key: steps for key, value in ahead.items() if isinstance(value, int) and value > steps}
 
 
 def _aged(age: int) -> dict[str, object]:
