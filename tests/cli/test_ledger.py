@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from headrace.flow.ledger import Lengths, SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Move
 from headrace.flow.ledger.survivors import survivors
 from headrace.testing.ledgers import episode, running, trained
+from headrace.types.episode import EpisodeStatus
 from headrace.types.group import GroupState
 from tests.session.runs import make_run, tiny_model, verb
 
@@ -57,6 +59,43 @@ def test_lengths_that_are_thrown_away_show_and_equal_ones_do_not() -> None:
     assert unfair.biased
     assert unfair.ks == pytest.approx(0.2, abs=0.01)
     assert survivors(Lengths(submitted=(4,), trained=())) is None
+
+
+def test_trained_lengths_are_compared_with_those_that_were_not_trained() -> None:
+    lengths = np.arange(1000)
+    short = lengths[(lengths < 460) | (lengths >= 540)]
+    found = survivors(Lengths(submitted=tuple(lengths.tolist()), trained=tuple(short.tolist())))
+    assert found is not None
+    assert found.ks < 0.05  # nobody would see it beside all that were submitted
+    assert found.biased
+    rng, seen = np.random.default_rng(0), 0
+    for _ in range(200):
+        kept = np.sort(lengths[rng.random(1000) < 0.9])
+        fair = survivors(Lengths(submitted=tuple(lengths.tolist()), trained=tuple(kept.tolist())))
+        seen += fair is not None and fair.biased
+    assert seen <= 8
+
+
+def test_lengths_of_groups_in_flight_are_left_aside(tmp_path: Path) -> None:
+    a_run_without_long_answers(tmp_path)
+    ledger = SqliteLedger.open(tmp_path / "ledger.sqlite")
+    before = ledger.lengths()
+    number = ledger.conservation().groups.submitted
+    ledger.apply(*running(number), EndEpisode(episode=episode(number, 0, tokens=2), at_s=0.0))
+    assert ledger.lengths() == before
+    ledger.close()
+
+
+def test_withdrawn_episodes_have_no_length(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite", group_size=3, groups_per_step=1)
+    withdrawn = replace(episode(0, 2, tokens=1), status=EpisodeStatus.LEFT_OUT, cause="redundant", reward=None)
+    for operation in trained(0):
+        if isinstance(operation, Move) and operation.state is GroupState.SCORED:
+            ledger.apply(EndEpisode(episode=withdrawn, at_s=0.0))
+        ledger.apply(operation)
+    assert ledger.lengths() == Lengths(submitted=(4, 4), trained=(4, 4), num_withdrawn=1)
+    ledger.close()
+    assert "1 more were withdrawn" in verb("ledger", tmp_path)
 
 
 @pytest.mark.timeout(120)

@@ -82,14 +82,17 @@ def _show_books(out: Console, conservation: Conservation) -> None:
 
 
 def _show_survivors(out: Console, bias: Survivors) -> None:
-    rows = table("\ntokens of an episode", "", "submitted", "trained")
+    rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
     rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
     rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
     for quantile, lengths in bias.quantiles.items():
         rows.add_row(f"quantile {quantile}", *(f"{length:,.0f}" for length in lengths))
     out.print(rows)
-    verdict = "some lengths survive more often than others" if bias.biased else "no length survives more than others"
-    out.print(f"{verdict} (two-sample Kolmogorov–Smirnov: distance {bias.ks:.3f}, p = {bias.p_value:.2g})")
+    if bias.num_withdrawn:
+        out.print(f"{bias.num_withdrawn:,} more were withdrawn before they ended: how long they would be is not known")
+    verdict = "some lengths survive" if bias.biased else "no sign that some lengths survive"
+    test = f"two-sample Kolmogorov–Smirnov: distance {bias.ks:.3f}, p = {bias.p_value:.2g}"
+    out.print(f"{verdict} more often than others ({test})")
 
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:

@@ -121,7 +121,7 @@ def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None
     assert books.tokens == Fates(submitted=16, trained=8, in_flight=8)
     assert (ledger.ages(), ledger.notes()) == ({0: 8}, [("start", "step 0", 9.0)])
     assert (ledger.steps(), ledger.checksums()) == ({0: (0,)}, {1: "hash 1"})
-    assert ledger.lengths() == Lengths(submitted=(4, 4, 4, 4), trained=(4, 4))
+    assert ledger.lengths() == Lengths(submitted=(4, 4), trained=(4, 4))
     attempt = Attempt(number=1, row=10, oldest_version=0, closed=True, rewards=(0.0, 1.0))
     assert ledger.attempts(1) == [attempt]
     (first, _) = ledger.episodes(1)

@@ -17,8 +17,8 @@ class Redundancy(FilterSection):
     """Of the ``flow.group_size`` episodes of a group the first ``keep`` that finish are trained; the others are
     withdrawn from the engine at once (``redundant``).
 
-    Long answers finish late: what is trained is shorter than what was asked for, as the ledger shows. Advantages are
-    taken over the kept ones.
+    Long answers finish late: what is trained is shorter than what was asked for. Advantages are taken over the kept
+    ones.
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"

@@ -196,9 +196,11 @@ class Lengths:
     """Sampled tokens of each episode, ascending: where the two differ, training prefers some lengths to others."""
 
     submitted: tuple[int, ...]
-    """Of every episode that has ended."""
+    """Of every episode that has ended, of groups that were trained or dropped: none in flight."""
     trained: tuple[int, ...]
-    """Of those that were trained."""
+    """Of those that were trained, in whole or but for tokens that carried no loss."""
+    num_withdrawn: int = 0
+    """Episodes that were withdrawn before they had ended: not among them."""
 
 
 class Ledger(Protocol):
@@ -231,7 +233,7 @@ class Ledger(Protocol):
         ...
 
     def lengths(self) -> Lengths:
-        """How long the episodes were that ended, and those that were trained."""
+        """How long the episodes were whose fate is decided, and those that were trained."""
         ...
 
     def attempts(self, first: int) -> list[Attempt]:

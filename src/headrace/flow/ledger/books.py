@@ -98,10 +98,17 @@ class Books:
         return dict(sorted(total.items()))
 
     def lengths(self) -> Lengths:
-        """How long the answers were that ended, and those of them that were trained."""
-        ended = "SELECT sampled_tokens FROM episodes ORDER BY 1"
+        """How long the answers were whose group has been trained or dropped, and those of them that were trained. Of a
+        group in flight the short ones have ended first, which says nothing about who survives; and of one that was
+        withdrawn nobody knows how long it would have been."""
+        withdrawn = f"status = '{EpisodeStatus.LEFT_OUT.value}' AND reward IS NULL"
+        ended = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
         trained = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
-        return Lengths(submitted=self._column(ended), trained=self._column(trained))
+        return Lengths(
+            submitted=self._column(ended),
+            trained=self._column(trained),
+            num_withdrawn=self.count(f"SELECT count(*) {_EPISODES} WHERE {withdrawn}"),
+        )
 
     def attempts(self, first: int) -> list[Attempt]:
         """The groups from number ``first`` on, in order."""

@@ -196,7 +196,7 @@ class Browser:
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
-        """How long the episodes were that ended, and those that were trained."""
+        """How long the episodes were whose fate is decided, and those that were trained."""
         with self._explained(), self._moment():
             return self._books.lengths()
 

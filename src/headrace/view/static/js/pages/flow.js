@@ -73,10 +73,10 @@ function fates(now) {
 function lengths(bias) {
   if (!bias) return null;
   const words = bias.biased ? "Some lengths survive until training more often than others: what is dropped differs in length from what is kept."
-    : "No length survives until training more often than another.";
+    : "No sign that some lengths survive until training more often than others.";
   return card("Do long answers survive?", h("p", {}, words), h("p", { class: "sub" },
-    `two-sample Kolmogorov–Smirnov: distance ${number(bias.ks)}, p = ${number(bias.p_value)}`),
-  table([["tokens of an episode", true], ["submitted", false], ["trained", false]], [
+    `two-sample Kolmogorov–Smirnov: distance ${number(bias.ks)}, p = ${number(bias.p_value)}${bias.num_withdrawn ? `; ${count(bias.num_withdrawn)} more were withdrawn before they ended` : ""}`),
+  table([["tokens of an episode whose group was trained or dropped", true], ["submitted", false], ["trained", false]], [
     ["episodes", count(bias.num_submitted), count(bias.num_trained)],
     ["mean", number(bias.mean[0]), number(bias.mean[1])],
     ...Object.entries(bias.quantiles).map(([q, [one, two]]) => [`quantile ${q}`, number(one), number(two)])], "lengths"));
