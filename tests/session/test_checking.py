@@ -111,6 +111,18 @@ CODE = """
     async def late(completion, answer):
         return None if completion else float("nan")
 
+    def forgot(completion, answer):
+        completion.strip() == str(answer)
+
+    def picky(completion, answer):
+        return float(completion.strip() == str(answer)) if len(completion) < 50 else None
+
+    def naked():
+        return 1.0
+
+    def stuck(completion):
+        threading.Event().wait()
+
     NUMBER = 3
 """
 SLOW = pytest.mark.slow
@@ -181,6 +193,36 @@ def test_code_that_blocks_for_ever_or_takes_too_long_ends_the_check_at_once(file
     report, wrong = checked(file, "Deaf")
     assert "kept the loop of its worker from turning" in wrong["async code does not block"]
     assert report.episodes < 5
+
+
+def test_a_reward_that_returns_nothing_is_not_found_sound(file: Path) -> None:
+    report, wrong = checked(file, "forgot")
+    assert not report.ok
+    assert wrong.keys() == {"rewards are numbers"}
+    assert "returned None for every answer" in wrong["rewards are numbers"]
+    unsure = check_env(f"{file}:forgot", rows=[{"answer_of_mine": 3, "answer": None}])
+    assert unsure.ok
+
+
+def test_answers_that_a_reward_leaves_out_are_counted(file: Path) -> None:
+    report, wrong = checked(file, "picky")
+    assert not wrong
+    (told,) = (each.detail for each in report.findings if each.clause == "rewards are numbers")
+    assert told.endswith("; with None, the others do not count")
+    assert not told.startswith(f"{report.episodes} of")
+
+
+def test_of_what_was_not_seen_nothing_is_said(file: Path) -> None:
+    report, wrong = checked(file, "stuck", timeout_s=1.0)
+    assert "env_timeout" in wrong["its episodes end without an error"]
+    assert {each.clause for each in report.findings if each.level is Level.OK} == {
+        "it can be loaded", "async code does not block"
+    }  # fmt: skip
+
+
+def test_a_function_that_can_be_no_rollout_was_meant_as_a_reward(file: Path) -> None:
+    (finding,) = check_env(f"{file}:naked").findings
+    assert "reward function naked takes ()" in finding.detail
 
 
 def test_what_cannot_be_loaded_is_the_only_finding(tmp_path: Path) -> None:

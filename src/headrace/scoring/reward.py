@@ -20,13 +20,17 @@ from headrace.types.messages.scorer import Score
 def reward_reference(function: Callable[..., Any]) -> str:
     """``file.py:name`` of a function, so that a worker process can load it too."""
     source = _source_file(function)
-    name = function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
+    name = _name(function)
     if source is None or not Path(source).is_file() or not name.isidentifier():
         raise EnvError(
             f"reward function {name} cannot be loaded by another process: it is not a function of a file",
             remedy="define it with 'def' at the top level of a .py file, or set env.reward = 'file.py:name'",
         )
     return f"{Path(source).resolve()}:{name}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
 
 
 def split_reference(reference: str) -> tuple[Path, str]:
@@ -56,7 +60,7 @@ class RewardFunction:
         self.by_group = "completions" in parameters
         if not self.by_group and "completion" not in parameters:
             raise EnvError(
-                f"reward function {function!r} takes ({', '.join(parameters)})",
+                f"reward function {_name(function)} takes ({', '.join(parameters)})",
                 remedy="write reward(completion, **row) or reward(prompts, completions, **columns)",
             )
 

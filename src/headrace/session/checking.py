@@ -253,7 +253,9 @@ def _episodes_end(attempts: Sequence[_Attempt]) -> EnvFinding:
     return _found("its episodes end without an error", wrong, f"{len(attempts)} did")
 
 
-def _ends_by_itself(attempts: Sequence[_Attempt]) -> EnvFinding:
+def _ends_by_itself(attempts: Sequence[_Attempt]) -> EnvFinding | None:
+    if attempts[-1].reason in _HOPELESS:
+        return None  # it was not seen to end
     spent = [attempt for attempt in attempts if attempt.talk.was_spent]
     wrong = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some point "
              "whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
@@ -261,13 +263,22 @@ def _ends_by_itself(attempts: Sequence[_Attempt]) -> EnvFinding:
     return _found("it ends whatever the model says", wrong, f"after at most {most} answers")
 
 
-def _rewards_are_numbers(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding:
+def _rewards_are_numbers(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding | None:
+    looked = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
+    if not looked:
+        return None
+    left_out = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in looked)
     refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")  # a function may leave one out
-    wrong = [f"{a.problem} ({a.name})" for a in attempts if a.reason in refused]
+    wrong = [f"{a.problem} ({a.name})" for a in looked if a.reason in refused]
     level = Level.FAIL
-    if wrong and all(attempt.reason == "reward_none" for attempt in attempts):
+    if left_out == len(attempts) and kind == "reward":
+        right = any(says_what_is_right(attempt.talk.row) for attempt in attempts)
+        level = Level.FAIL if right else Level.WARN
+        wrong = ["it returned None for every answer, and those do not count: does it return what it found?"]
+    elif left_out == len(attempts):
         wrong, level = ["it never says what an episode earned: return a reward, or set env.reward"], Level.WARN
-    return _found("rewards are numbers", wrong, "every one", level)
+    counted = f"{len(looked) - left_out} of {len(looked)}; with None, the others do not count"
+    return _found("rewards are numbers", wrong, counted if left_out else "every one", level)
 
 
 def _rewards_differ(attempts: Sequence[_Attempt]) -> EnvFinding | None:

@@ -24,13 +24,18 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return "env", entry, tree
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            parameters = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
-            is_reward = bool(parameters & {"completion", "completions"})
-            return ("reward" if is_reward else "rollout"), entry, tree
+            return ("reward" if _is_reward(node) else "rollout"), entry, tree
     raise ConfigError(
         f"{reference}: {name!r} is no class and no function that this file defines",
         remedy="name the file that defines it",
     )
+
+
+def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it is meant to be one: it takes completions, or cannot be a rollout, which takes a task and a policy."""
+    parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+    meant_as_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
+    return bool(parameters & {"completion", "completions"}) or not meant_as_rollout
 
 
 def _with_full_path(library: str, what: str) -> str:
