@@ -111,6 +111,9 @@ CODE = """
     async def late(completion, answer):
         return None if completion else float("nan")
 
+    async def mute(task, policy):
+        return float(task["answer"] == 12)
+
     def forgot(completion, answer):
         completion.strip() == str(answer)
 
@@ -175,6 +178,7 @@ def test_what_is_sound_is_found_sound_with_timings(file: Path, name: str, kind: 
         ("Raising", "its episodes end without an error", "ZeroDivisionError: division by zero at my_env.py:", False),
         pytest.param("Typed", "its episodes end without an error", "step returned a str", False, marks=SLOW),
         pytest.param("Dying", "its episodes end without an error", "env_crashed: ", False, marks=SLOW),
+        ("mute", "its episodes end without an error", "nothing_sampled: it ended without asking the model", False),
         pytest.param("Silent", "rewards are numbers", "it never says what an episode earned", True, marks=SLOW),
         pytest.param("late", "rewards are numbers", "nan", False, marks=SLOW),
         pytest.param("counts", "the same seed gives the same episode", "and then", False, marks=SLOW),

@@ -42,10 +42,17 @@ def load_entry(
     return _KINDS[kind](adapt(found), reference, executor)
 
 
+def _what(found: Any) -> str:
+    if inspect.isfunction(found):
+        taken = ", ".join(inspect.signature(found).parameters)
+        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({taken})"
+    return "another class" if isinstance(found, type) else f"a {type(found).__name__}"
+
+
 def _env(found: Any, reference: str, executor: Executor) -> Rollout:
     if not (isinstance(found, type) and issubclass(found, Env)):
         raise EnvError(
-            f"env.entry={reference!r} is {found!r}, and env.kind='env' needs a class that inherits headrace.Env",
+            f"env.entry={reference!r} is {_what(found)}, and env.kind='env' needs a class that inherits headrace.Env",
             remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
     return as_rollout(found, executor)
@@ -59,7 +66,7 @@ def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
 def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
     if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
         raise EnvError(
-            f"env.entry={reference!r} is {found!r}, and env.kind='rollout' needs an async function of two parameters",
+            f"env.entry={reference!r} is {_what(found)}, and env.kind='rollout' needs an async function of two parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
     return as_rollout(found, executor)

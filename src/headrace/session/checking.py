@@ -249,6 +249,9 @@ def _episodes_end(attempts: Sequence[_Attempt]) -> EnvFinding:
     told = ("max_turns", "reward_none", "reward_nan")
     failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in told)
     where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
+    if mute := [a for a in attempts if not a.talk.heard and a.reason in ("", *told)]:  # as a run would count them
+        cause = "nothing_sampled: it ended without asking the model"
+        failed[cause], where[cause] = len(mute), mute[0].name
     wrong = [f"{cause} ({times} of {len(attempts)} episodes; first {where[cause]})" for cause, times in failed.items()]
     return _found("its episodes end without an error", wrong, f"{len(attempts)} did")
 
