@@ -66,7 +66,8 @@ def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
 def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
     if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
         raise EnvError(
-            f"env.entry={reference!r} is {_what(found)}, and env.kind='rollout' needs an async function of two parameters",
+            f"env.entry={reference!r} is {_what(found)}, and env.kind='rollout' needs an async function of two "
+            "parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
     return as_rollout(found, executor)
