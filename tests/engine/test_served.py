@@ -192,10 +192,35 @@ def test_server_of_another_model_is_refused(model: Path, tmp_path: Path) -> None
         assert f"serves {str(model)!r}, and model.path={str(other)!r} is trained" in refused(other, tmp_path, url)
 
 
+def test_server_of_another_model_of_that_name_is_refused_where_its_directory_can_be_read(
+    model: Path, tmp_path: Path
+) -> None:
+    vocab = "0123456789+= abcdefgh"
+    other = make_tiny(tmp_path / "other" / model.name, TinySpec(vocab=vocab, intermediate_size=96))
+    with fake_server("vllm", other) as (url, _):
+        told = refused(model, tmp_path, url)
+        assert f"serves {str(other)!r}, which is another model than model.path={str(model)!r}" in told
+        assert "model.layers.0.mlp.down_proj.weight is [64, 96] there and [64, 128] here" in told
+
+
+@pytest.mark.parametrize("body", ["<html>hello</html>", "{}", "[]"])
+def test_what_answers_and_is_no_such_server_is_named(model: Path, tmp_path: Path, body: str) -> None:
+    with plain_server({"/health": "{}", "/version": body}) as url:
+        assert f"what answers at {url} is no vLLM" in refused(model, tmp_path, url)
+
+
+@contextmanager
+def out_of_sight(directory: Path) -> Iterator[None]:
+    """As on another machine."""
+    directory.rename(directory.with_suffix(".elsewhere"))
+    yield
+
+
 def test_server_whose_tensors_have_other_shapes_ends_the_engine_with_what_it_said(model: Path, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other" / "m", TinySpec(vocab="0123456789+= abcdefgh", intermediate_size=64))
     with (
         fake_server("vllm", other) as (url, _),
+        out_of_sight(other),
         served_rig("vllm", ServerConfig(urls=(url,)), model, tmp_path) as rig,
         pytest.raises(ComponentDied, match="/finish_weight_update with 500"),
     ):

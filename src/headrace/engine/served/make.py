@@ -111,3 +111,23 @@ def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wa
             f"{dialect.name} at {address} serves {met.model!r}, and model.path={wanted.path!r} is trained",
             remedy="start it with the directory of model.path",
         )
+    if difference := _other_tensors(wanted, met.model):
+        raise ConfigError(
+            f"{dialect.name} at {address} serves {met.model!r}, which is another model than model.path="
+            f"{wanted.path!r}: {difference}",
+            remedy="start it with the directory of model.path",
+        )
+
+
+def _other_tensors(wanted: Wanted, theirs: str) -> str:
+    """What differs first, where the server's directory can be read here; empty where nothing does."""
+    if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(wanted.path).resolve():
+        return ""
+    there, here = (
+        {name: list(tensor.shape) for name, tensor in skeleton(path, wanted.dtype).items()}
+        for path in (theirs, wanted.path)
+    )
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            return f"{name} is {there.get(name, 'absent')} there and {here.get(name, 'absent')} here"
+    return ""

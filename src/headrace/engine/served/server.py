@@ -14,7 +14,7 @@ from headrace.engine.served.dialect import Dialect, Met
 from headrace.engine.served.handover import Handover
 from headrace.engine.served.wire import Address, Wire
 from headrace.environ import program_environment
-from headrace.errors import ComponentDied, ConfigError
+from headrace.errors import ComponentDied, ConfigError, HeadraceError
 
 if TYPE_CHECKING:
     import httpx
@@ -98,6 +98,18 @@ class Server:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
+    async def _who(self, client: httpx.AsyncClient) -> Met:
+        try:
+            return await self.dialect.meet(client)
+        except HeadraceError:
+            raise
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"what answers at {self.address} is no {self.dialect.name}: asked who it is, it says nothing that "
+                f"{self.dialect.name} would ({type(error).__name__}: {error})",
+                remedy="name a server of that kind in engine.server.urls, or its kind in engine.kind",
+            ) from None
+
     async def _meet(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> Met:
         import httpx
 
@@ -110,7 +122,7 @@ class Server:
             try:
                 answer = await client.get("/health", timeout=HEALTH_S)
                 if answer.status_code == 200:
-                    return await self.dialect.meet(client)
+                    return await self._who(client)
                 last = f"it answers {answer.status_code}"
             except httpx.HTTPError as error:
                 last = f"{type(error).__name__}: {error}"
