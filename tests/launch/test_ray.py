@@ -95,6 +95,26 @@ def test_a_cluster_at_an_address_where_nobody_listens_is_refused_at_once_and_wit
     asyncio.run(cluster._refuse_unreachable("auto"))
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("The actor is dead because its node has died.", "was lost with its node"),
+        (
+            "The actor 85 is unavailable: The actor is temporarily unavailable: RpcError: RPC error: Socket closed "
+            "rpc_code: 14. The task may or may not have been executed on the actor.",
+            "was lost with its actor (Socket closed)",
+        ),
+        (
+            "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 05) "
+            "was 21.96GB used / 23.54GB limit (0.9330)",
+            "was ended by the cluster, because the memory of its node ran out",
+        ),
+    ],
+)
+def test_what_ray_says_of_a_lost_actor_is_told_in_a_few_words(said: str, told: str) -> None:
+    assert cluster._why(RuntimeError(said)) == told
+
+
 # -- from a name to a process ------------------------------------------------------------------------------------------
 
 

@@ -271,9 +271,11 @@ def _why(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if re.search(r"node (has )?died|node was terminated|node .*dead", text, re.IGNORECASE):
         return "was lost with its node"
+    if "running low on memory" in text:
+        return "was ended by the cluster, because the memory of its node ran out"
     if "ray.kill" in text or "killed by" in text.lower():
         return "was ended by the cluster"
-    sentence = re.search(r"(Worker|Owner|The actor|The process)[^.]*exit[^.]*", text)
+    sentence = re.search(r"(Worker|Owner|The actor|The process)[^.]*exit[^.]*|(?<=RPC error: ).+?(?= rpc_code)", text)
     return f"was lost with its actor ({sentence[0].strip() if sentence else text[:200]})"
 
 

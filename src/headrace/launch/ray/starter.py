@@ -152,7 +152,10 @@ class RayStarter:
         await asyncio.wait([looking], timeout=min(SAY_S, max(0.0, deadline_s - self._clock.now())))
         if not looking.done() and self._clock.now() < deadline_s:
             share = share_of(errand.name, self._order.launch.ray)
-            words = f"{errand.name} ({share}) has waited {SAY_S:g} s for a node; {await self._cluster.words()}"
+            words = (
+                f"{errand.name} ({share}) has waited {SAY_S:g} s for a node, or for its node to start its actor; "
+                f"{await self._cluster.words()}"
+            )
             self._order.on_event(Event(wall_s=0.0, text=words, level="warning"))
         left_s = max(0.0, deadline_s - self._clock.now())
         return msgspec.json.decode(await actor.settled(looking, left_s), type=Found)
