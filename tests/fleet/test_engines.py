@@ -235,10 +235,12 @@ def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_
             fleet._router.place(0)
             fleet._router.place(1)
             await bring(fleet, 1, missed="at-engine-1-0")
-            await asyncio.sleep(3.0)
+            assert not stage.told, "it may have died"
+            await asyncio.sleep(4.0)
+            assert len(stage.told) == 1
             assert stage.engines.addresses() == ("at-engine-0-0", "at-engine-1-0"), "it is asked again"
             await bring(fleet, 2, missed="at-engine-1-0")
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(2.0)
             await bring(fleet, 3)
             await settle()
             running.cancel()
@@ -249,6 +251,28 @@ def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_
             f"{cause}; it serves again after 6.0 s, 1 sequences went on",
         ]
         assert not stage.engines.restarts
+
+    run_virtual(main())
+
+
+def test_engine_that_new_weights_did_not_reach_because_it_was_dead_is_told_as_dead() -> None:
+    async def main() -> None:
+        stage = Stage(("engine-0", "engine-1"))
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            for name in stage.lives:
+                stage.now(name).peer = Obedient(name, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
+                stage.now(name).ready()
+            await settle()
+            await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
+            await asyncio.sleep(1.0)
+            stage.now("engine-1").die()
+            await asyncio.sleep(10.0)
+            running.cancel()
+        assert [str(told) for told in stage.told] == [
+            "engine-1 (pid 8) was killed by SIGKILL; it is started again, its 0 sequences go on"
+        ]
 
     run_virtual(main())
 

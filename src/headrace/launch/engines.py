@@ -28,6 +28,8 @@ WITHIN_S = 600.0
 """In which time the budget of restarts counts."""
 AFTERGLOW_S = 0.05
 """What a process said last may still be on its way when it is known to be dead."""
+SURE_S = 3.0
+"""By then it is known of an engine that was not reached whether it is dead."""
 REMEDY = "mend the cause, then --resume: nothing that was finished is lost"
 
 
@@ -142,8 +144,12 @@ class Engines:
         engine = _engine(child.peer)
         self.fleet.join(child.role, engine, version=self._terms.version, address=engine.weights_address)
         while True:
-            if why := await self.fleet.settled(child.role):
-                absence = self._miss(child.role, why, absence)
+            why, since_s = await self.fleet.settled(child.role), self._clock.now()
+            if why:
+                await asyncio.sleep(SURE_S)  # one that has died would be told of as one that lives
+                why = await self.fleet.settled(child.role)
+            if why:
+                absence = self._miss(child.role, why, since_s, absence)
                 await self.fleet.serving(child.role)
             if absence is not None:
                 self._tell(
@@ -157,11 +163,11 @@ class Engines:
                 absence = None
             await self.fleet.unsettled(child.role)
 
-    def _miss(self, name: str, why: str, absence: _Absence | None) -> _Absence:
+    def _miss(self, name: str, why: str, since_s: float, absence: _Absence | None) -> _Absence:
         """New weights do not reach it; ``absence``: nor did it serve before."""
         cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
         self._tell(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
-        return absence or _Absence(cause=cause, since_s=self._clock.now(), carried_over=load)
+        return absence or _Absence(cause=cause, since_s=since_s, carried_over=load)
 
     def _condemn(self, name: str, why: str) -> None:
         self._why[name] = f"{why}: it was ended"
