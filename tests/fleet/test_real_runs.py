@@ -220,7 +220,7 @@ def test_run_goes_on_without_an_engine_that_only_the_learner_cannot_reach_and_ta
         model_dir,
         reward=SLOW_REWARD,
         engine={**LONG, "count": 2},
-        flow={**FLOW, "max_age": 2},
+        flow={**FLOW, "max_age": 2, "max_idle_batches": 100_000},
         sync={"transport": "http", "codec": codec, "deadline_s": 8.0},
         run={"dir": "run", "steps": 100_000},
     )
