@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EnvError
+from headrace.launch import child
 from headrace.launch.clients.scorer import MAX_DEATHS
 from headrace.launch.hosts import SPOKE
 from headrace.scoring import Scores
@@ -145,6 +146,25 @@ def test_a_reward_that_exits_costs_its_own_episode_whatever_its_exit_code(tmp_pa
             deeds = [f"exit {code}" if number in {7, 19} else "slow 0.05" for number in range(40)]
             for deed, scores in zip(deeds, await at.score(*deeds), strict=True):
                 assert scores.failure.startswith("reward_crashed") if deed.startswith("exit") else scores == ONE
+
+    asyncio.run(main())
+
+
+def test_of_workers_that_die_one_after_the_other_the_last_logs_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "OLD_LOGS", 2)
+
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            for _ in range(2):
+                await at.score("exit")
+            assert await at.score("slow 0") == [ONE]
+            living = {f"{each.role}.log" for each in at.children if each.state != "ended"}
+            logs = {log.name for log in tmp_path.glob("scorer-*.log")}
+            assert len(at.children) > len(living) + 2
+            assert living <= logs
+            assert len(logs - living) == 2
 
     asyncio.run(main())
 

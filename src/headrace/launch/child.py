@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.launch.hosts import LOST, SPOKE
-from headrace.launch.starts import Start
+from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
 from headrace.types.trace import Span
 
 GRACE_S = 5.0
@@ -28,6 +29,9 @@ LAST_WORDS_S = 2.0
 """How long the last words of a process that had some may still be on the way."""
 LOG_LINES = 8
 """Last lines of a log that are quoted when its process dies."""
+OLD_LOGS = 16
+"""Workers that have died, of which the log stays: each has one of its own, and there is no end of them where user code
+prints much and dies often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class Site:
     """The run's secret."""
     on_spans: Callable[[Sequence[Span]], None]
     """Told what the processes were busy with."""
+    old_logs: deque[Path] = field(default_factory=deque)
+    """Of workers that have died, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +127,13 @@ class Starter(Protocol):
 class Child:
     """A process and the peer that speaks with it."""
 
-    def __init__(self, role: str, peer: Peer, process: Process, log: Path) -> None:
+    def __init__(self, role: str, peer: Peer, process: Process, log: Path, old_logs: deque[Path] | None = None) -> None:
+        """``old_logs``: where its log goes when it has died; ``None``: it stays, for whoever goes on in its name."""
         self.role = role
         self.peer = peer
         self._process = process
         self._log = log
+        self._old_logs = old_logs
         self._killed = False
         self.closed = False
 
@@ -133,7 +141,8 @@ class Child:
     async def start(cls, site: Site, errand: Errand, starter: Starter) -> Child:
         """Start a process; it has not loaded anything yet when this returns."""
         peer, process = await starter.start(site, errand)
-        return cls(errand.name, peer, process, site.logs / f"{errand.name}.log")
+        old_logs = site.old_logs if isinstance(errand.start, ScorerStart | EnvironmentStart) else None
+        return cls(errand.name, peer, process, site.logs / f"{errand.name}.log", old_logs)
 
     @property
     def pid(self) -> int:
@@ -177,9 +186,18 @@ class Child:
             await self.kill()
             spoke.cancel()
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
+        self._retire_log()
         said = "".join(f"\n    {line[:300]}" for line in lines)
         where = f" on {self.node}" if self.node else ""
         return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{said}"
+
+    def _retire_log(self) -> None:
+        if self._old_logs is None:
+            return
+        self._old_logs.append(self._log)
+        while len(self._old_logs) > OLD_LOGS:
+            with contextlib.suppress(OSError):  # another machine's, or gone
+                self._old_logs.popleft().unlink()
 
     async def end(self, farewell: object) -> None:
         """Tell it to end; make it end if it does not."""
