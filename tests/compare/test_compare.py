@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.compare import Row, Terms, compare
 from headrace.compare.picture import compare_png
-from headrace.compare.rows import decided
+from headrace.compare.rows import decided, row_of
 from headrace.compare.tables import COLUMNS, markdown
 from headrace.errors import ConfigError, DataError
 from headrace.recipes.systems import DECIDED, left_open, recipes
@@ -163,6 +164,18 @@ def test_a_run_that_was_broken_off_goes_on(compared: Path, run_file: Path, tmp_p
     write_json(tmp_path / name / "summary.json", {**summary, "status": "stopped"})
     (resumed,) = compare(Terms(directory=tmp_path, **terms)).rows
     assert (row.status, resumed.status, resumed.steps) == ("finished", "finished", 2)
+
+
+def test_row_of_a_resumed_run_gives_no_share_of_what_an_earlier_part_generated(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "areal", tmp_path / "areal")
+    file = tmp_path / "areal" / "metrics.jsonl"
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    steps[-1] |= {"generated_tokens": 5, "wasted_tokens": {"stale": 9}}
+    for clock_s, resumed, share in ((steps[-1]["clock_s"], False, 9 / 5), (0.0, True, None)):
+        steps[-1]["clock_s"] = clock_s
+        file.write_text("".join(json.dumps(step) + "\n" for step in steps))
+        row = row_of("areal", tmp_path / "areal")
+        assert (row.resumed, row.wasted_frac, row.wasted_tokens) == (resumed, share, {"stale": 9})
 
 
 def test_recipes_decide_and_the_run_file_says_the_rest() -> None:

@@ -1,6 +1,7 @@
 """Plans: what fits, what is found, what is said, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from headrace.cli.plan import asked_of, bound
 from headrace.clock import RealClock
 from headrace.errors import ConfigError
 from headrace.observe.pictures.plan import plan_png
-from headrace.plan import Asked, Cluster, ClusterFile, Workload, make_site, plan, search
+from headrace.plan import Asked, Cluster, ClusterFile, Workload, load_cluster, make_site, plan, search
 from headrace.plan.catalogue import accelerator, accelerators, model, models
 from headrace.plan.search import Found, Search
 from headrace.plan.words import in_words, verdict_line
@@ -68,13 +69,90 @@ def test_accelerators_are_found_however_they_are_written_and_unknown_ones_cost_t
 def test_cluster_that_cannot_hold_the_model_says_by_how_much_and_what_would_fit() -> None:
     with pytest.raises(ConfigError, match=r"4 × A10G cannot hold qwen3-8b: .* GB too little") as refused:
         found({"accelerator": "A10G", "count": 4}, learner={"memory": {"recompute": True}})
-    assert "× A10G or more" in refused.value.remedy
-    assert "billion parameters; set model.lora" in refused.value.remedy
-    with pytest.raises(ConfigError, match="GB of activations, and one A10G has") as refused:
-        found({"accelerator": "A10G", "count": 8})
-    assert "learner.memory.recompute" in refused.value.remedy
-    with pytest.raises(ConfigError, match="hold either an engine or the learner"):
-        found({"accelerator": "H200", "count": 2}, learner={"tokens_per_microbatch": 2048})
+    assert "qwen3-1.7b would fit; or set model.lora" in refused.value.remedy
+    with pytest.raises(ConfigError, match=r"GB of activations, and of one A10G 21\.6 GB can be used") as refused:
+        found({"accelerator": "A10G", "count": 12})
+    assert "learner.memory.recompute = true, or lower learner.tokens_per_microbatch" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("cluster", "name"),
+    [
+        ({"accelerator": "A10G", "count": 4}, "qwen3-8b"),
+        ({"accelerator": "H100", "count": 1}, "qwen3-8b"),
+        ({"accelerator": "H200", "count": 2}, "qwen3-32b"),
+        ({"accelerator": "H100", "count": 2}, "qwen3-235b-a22b"),
+        ({"accelerator": "H100", "count": 27, "per_node": 27}, "qwen3-235b-a22b"),
+        ({"accelerator": "H100", "count": 64, "per_node": 4}, "qwen3-235b-a22b"),
+    ],
+)
+def test_every_way_out_of_a_cluster_that_is_too_small_leads_to_a_plan(cluster: dict[str, Any], name: str) -> None:
+    terms: dict[str, Any] = {"model": {"path": name}, "learner": {"memory": {"recompute": True}}}
+    with pytest.raises(ConfigError, match="GB too little") as refused:
+        found(cluster, **terms)
+    remedy = refused.value.remedy
+    taken = re.search(r"take (\d+) ×", remedy)
+    machines = re.search(r"machines of (\d+)", remedy)
+    assert taken
+    per_node = {} if machines is None else {"per_node": int(machines[1])}
+    assert fits({**cluster, "count": int(taken[1]), **per_node}, **terms)
+    if int(taken[1]) > cluster["count"]:
+        assert not fits({**cluster, "count": int(taken[1]) - 1, **per_node}, **terms)
+    smaller = re.search(r"model: (\S+) would fit", remedy)
+    assert smaller is None or fits(cluster, **{**terms, "model": {"path": smaller[1]}})
+    lora = {**terms, "model": {"path": name, "lora": {}}}
+    assert ("set model.lora" in remedy) == fits(cluster, **lora)
+
+
+def fits(cluster: dict[str, Any], **changes: dict[str, Any]) -> bool:
+    try:
+        make_site(asked(**changes), ClusterFile(cluster=Cluster.model_validate(cluster)))
+    except ConfigError:
+        return False
+    return True
+
+
+def test_way_out_that_does_not_lead_out_by_itself_is_not_named_alone() -> None:
+    with pytest.raises(ConfigError, match=r"even with learner\.memory\.recompute = true") as refused:
+        found({"accelerator": "H100", "count": 2}, model={"path": "qwen3-235b-a22b"})
+    assert "take 9" in refused.value.remedy
+    with pytest.raises(ConfigError, match="GB of activations") as refused:
+        found(
+            {"accelerator": "A10G", "count": 64},
+            learner={"memory": {"recompute": True}, "tokens_per_microbatch": 2**20},
+        )
+    assert refused.value.remedy.startswith("lower learner.tokens_per_microbatch below ")
+
+
+def test_accelerators_that_are_no_whole_engines_or_leave_no_learner_are_refused() -> None:
+    site = make_site(asked(), ClusterFile(cluster=Cluster(accelerator="H100", count=8)))
+    with pytest.raises(ConfigError, match="--generation 99 does not do on 8 × H100") as refused:
+        plan(site, RealClock(), generation=99)
+    assert f"at most {8 - site.fit.least_learner}" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[cluster]\naccelerator = 'H100'\ncount = 8\ngeneration_tok_s = 5\n", "without cluster.training_tok_s"),
+        ("[cluster]\naccelerator = 'H100'\ncount = 8\ntraining_tok_s = 5\n", "without cluster.generation_tok_s"),
+        ("[cluster]\naccelerator = 'H100'\ncount = 8\n[workload]\nsolved = [0, 1]\n", r"solved\[0\]=0"),
+        ("[cluster]\naccelerator = 'H100'\ncount = 8\n[workload]\nturns = true\n", "turns=True"),
+        (
+            "[cluster]\naccelerator = 'H100'\ncount = 8\n[workload]\n"
+            "answer_tokens = {kind = 'uniform', low = 9, high = 5}\n",
+            "from low=9 to high=5",
+        ),
+        ("[cluster]\naccelerator = \n", r"cluster file .* is not TOML"),
+    ],
+)
+def test_nonsense_in_a_cluster_file_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load_cluster(file)
+    with pytest.raises(ConfigError, match=r"cluster file .* does not exist"):
+        load_cluster(tmp_path / "none.toml")
 
 
 def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_the_learner() -> None:

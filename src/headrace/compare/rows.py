@@ -48,7 +48,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Over trained tokens, in versions."""
     age_max: int | None = None
     wasted_frac: float | None = None
-    """Of the generated tokens, those that will never be trained."""
+    """Of the generated tokens, those that will never be trained; ``None`` of a resumed run, which drops what an earlier
+    part has generated."""
     wasted_tokens: dict[str, int] = {}
     """The same by reason."""
     gap_p99_ms: float | None = None
@@ -75,11 +76,12 @@ def row_of(recipe: str, run_dir: Path) -> Row:
     last = run.session[-1] if run.session else None
     wasted = dict(last.wasted_tokens) if last is not None else {}
     generated = last.generated_tokens if last is not None else 0
+    resumed = len(run.session) < len(run.steps)
     return Row(
         recipe=recipe,
         status=str(told.get("status", "stopped")),
         cause=str(told.get("cause", "")),
-        resumed=len(run.session) < len(run.steps),
+        resumed=resumed,
         settings=decided(run.config),
         steps=int(told.get("steps", 0)),
         seconds=float(told.get("wall_s") or 0.0),
@@ -88,7 +90,7 @@ def row_of(recipe: str, run_dir: Path) -> Row:
         **{name: run.measured(name) for name in _AS_TOLD},
         age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()) if ages else None,
         age_max=max(ages, default=None),
-        wasted_frac=sum(wasted.values()) / generated if generated else None,
+        wasted_frac=sum(wasted.values()) / generated if generated and not resumed else None,
         wasted_tokens=wasted,
         gap_p99_ms=(told.get("commit_gap_ms") or {}).get("p99"),
         commit_wait_ms=sums["sync/wait_s"] / commits * 1e3 if commits else None,

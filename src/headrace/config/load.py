@@ -18,16 +18,16 @@ from headrace.errors import ConfigError, nearest
 C = TypeVar("C", bound=Section)
 
 
-def load_toml(path: Path) -> dict[str, Any]:
-    """The tree of a TOML file; :class:`ConfigError` names file, line and reason."""
+def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
+    """The tree of a TOML file; :class:`ConfigError` names file, line and reason. ``what`` it is, for people."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"run file {path} does not exist", remedy="give the path of a TOML file") from None
+        raise ConfigError(f"{what} {path} does not exist", remedy="give the path of a TOML file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"run file {path} cannot be read: {error}", remedy="give a readable TOML file") from None
+        raise ConfigError(f"{what} {path} cannot be read: {error}", remedy="give a readable TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"run file {path} is not TOML: {error}", remedy="mend that line") from None
+        raise ConfigError(f"{what} {path} is not TOML: {error}", remedy="mend that line") from None
 
 
 def parse_override(text: str) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from headrace.config import Section, load_toml, validate
+from headrace.errors import ConfigError
 from headrace.plan.catalogue import Accelerator, accelerator
 from headrace.plan.workload import Workload
 
@@ -42,6 +44,18 @@ class Cluster(Section):
     restart_s: PositiveFloat = 300.0
     """Until what has failed works again."""
 
+    @model_validator(mode="after")
+    def _both_rates(self) -> Self:
+        if (self.generation_tok_s is None) != (self.training_tok_s is None):
+            given = "training_tok_s" if self.generation_tok_s is None else "generation_tok_s"
+            other = "generation_tok_s" if self.generation_tok_s is None else "training_tok_s"
+            raise ConfigError(
+                f"cluster.{given}={getattr(self, given)!r} has no effect without cluster.{other}: constant rates are "
+                "of both sides",
+                remedy=f"set cluster.{other} too, or leave cluster.{given} out",
+            )
+        return self
+
     @property
     def device(self) -> Accelerator:
         """What one accelerator can do."""
@@ -76,4 +90,4 @@ class ClusterFile(Section):
 
 def load_cluster(path: Path) -> ClusterFile:
     """The file at ``path``, checked."""
-    return validate(ClusterFile, load_toml(path))
+    return validate(ClusterFile, load_toml(path, "cluster file"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.clock import Clock
+from headrace.errors import ConfigError
 from headrace.plan.cluster import ClusterFile
 from headrace.plan.search import Found, Search
 from headrace.plan.sizing import Asked, fit
@@ -35,5 +36,14 @@ def make_site(asked: Asked, file: ClusterFile, measured: Measured | None = None)
 
 
 def plan(site: Site, clock: Clock, *, seed: int = 0, generation: int | None = None) -> Found:
-    """Search; ``generation`` fixes how many accelerators generate."""
+    """Search; ``generation`` fixes how many accelerators generate.
+
+    Raises :class:`~headrace.errors.ConfigError` where they are no whole engines, or leave the learner too few.
+    """
+    fit, most = site.fit, site.cluster.count - site.fit.least_learner
+    if generation and (generation % fit.ways or generation > most):
+        raise ConfigError(
+            f"--generation {generation} does not do on {site.cluster}: {fit}",
+            remedy=f"give a multiple of {fit.ways}, at most {most // fit.ways * fit.ways}",
+        )
     return Search(site=site, clock=clock, seed=seed, fixed=generation).run()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from headrace.clock import Clock
-from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.plan.outcome import Outcome
 from headrace.plan.simulator import Simulation
@@ -147,11 +146,6 @@ class Search:
     def _possible(self, counts: Sequence[int]) -> Iterator[int]:
         fit, total = self.site.fit, self.site.cluster.count
         most = total - fit.least_learner
-        if most < fit.ways:
-            raise ConfigError(
-                f"{self.site.cluster} hold either an engine or the learner: {fit}",
-                remedy=f"take {fit.ways + fit.least_learner} accelerators",
-            )
         for count in counts:
             yield min(max(count // fit.ways * fit.ways, fit.ways), most // fit.ways * fit.ways)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.engine.fleet.config import FleetConfig
 from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.learner import LearnerConfig
-from headrace.models.config import ModelConfig
-from headrace.plan.catalogue import Accelerator
+from headrace.models.config import LoraConfig, ModelConfig
+from headrace.plan.catalogue import models
 from headrace.plan.catalogue.shape import ModelShape
 from headrace.plan.cluster import Cluster
 from headrace.sync import SyncConfig
@@ -83,16 +83,23 @@ class Fit:
 
 
 def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
-    """Where the smallest engine and the smallest learner lie, for episodes of up to ``longest`` tokens.
+    """Where the smallest engine and the smallest learner lie side by side, for episodes of up to ``longest`` tokens.
 
     Raises :class:`~headrace.errors.ConfigError` where the cluster cannot hold both: by how much, and what would fit.
     """
-    device = cluster.device
-    ways, cache_tokens = _engine(asked, cluster, device, longest)
+    made = _laid(asked, cluster, longest)
+    if _holds(made, cluster):
+        return made
+    raise _too_small(asked, cluster, made, longest)
+
+
+def _laid(asked: Asked, cluster: Cluster, longest: float) -> Fit:
+    """``ways`` is 0 where no engine fits beside the learner, ``least_learner`` where no learner fits."""
     learner, activations = learner_bytes(asked), activation_bytes(asked)
-    room = USABLE * device.memory_gb * GB - activations
-    least = max(1, -(-int(learner) // int(room))) if room > 0 else 0
-    made = Fit(
+    room = _usable(cluster) - activations
+    least = max(1, -(-int(learner) // int(room))) if room >= 1 else 0
+    ways, cache_tokens = _engine(asked, cluster, cluster.count - least, longest)
+    return Fit(
         ways=ways,
         cache_tokens=cache_tokens,
         engine_bytes=_engine_bytes(asked),
@@ -100,9 +107,15 @@ def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
         activation_bytes=activations,
         least_learner=least,
     )
-    if ways and least and max(ways, least) <= cluster.count:
-        return made
-    raise _too_small(asked, cluster, made, longest)
+
+
+def _holds(made: Fit, cluster: Cluster) -> bool:
+    return bool(made.ways and made.least_learner) and made.ways + made.least_learner <= cluster.count
+
+
+def _usable(cluster: Cluster) -> float:
+    """Bytes of one accelerator."""
+    return USABLE * cluster.device.memory_gb * GB
 
 
 def _engine_bytes(asked: Asked) -> float:
@@ -110,13 +123,14 @@ def _engine_bytes(asked: Asked) -> float:
     return copies * asked.weight_bytes + asked.adapter_params * 4
 
 
-def _engine(asked: Asked, cluster: Cluster, device: Accelerator, longest: float) -> tuple[int, float]:
-    """The fewest accelerators of one machine that hold the weights and some sequences; (0, 0) where none do."""
+def _engine(asked: Asked, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
+    """The fewest accelerators of one machine, of ``most``, that hold the weights and some sequences; (0, 0) where none
+    do."""
     kv = float(asked.shape.kv_numbers * asked.number_bytes)
     found = (0, 0.0)
     ways = 1
-    while ways <= min(cluster.per_node, cluster.count):
-        tokens = (USABLE * device.memory_gb * GB * ways - _engine_bytes(asked)) / kv
+    while ways <= min(cluster.per_node, most):
+        tokens = (_usable(cluster) * ways - _engine_bytes(asked)) / kv
         if tokens >= longest and not found[0]:
             found = (ways, tokens)
         if tokens >= SEQUENCES * longest:
@@ -143,31 +157,64 @@ def activation_bytes(asked: Asked) -> float:
 
 
 def _too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float) -> ConfigError:
-    """By how much, and what would fit."""
-    device, name = cluster.device, asked.shape.name
-    one = USABLE * device.memory_gb * GB
-    held = one * cluster.count
-    room = one - made.activation_bytes
-    if room <= 0:
-        return ConfigError(
-            f"one pass of {asked.learner.tokens_per_microbatch} tokens of {name} keeps "
-            f"{made.activation_bytes / GB:,.1f} GB of activations, and one {device.name} has {one / GB:,.1f} GB: "
-            f"{-room / GB:,.1f} GB too little",
-            remedy="set learner.memory.recompute = true, or lower learner.tokens_per_microbatch",
-        )
-    cache = asked.shape.kv_numbers * asked.number_bytes * longest
-    engine, learner = _engine_bytes(asked) + cache, made.learner_bytes
-    least = max(made.ways or -(-int(engine) // int(one)), made.least_learner)
-    needed = max(engine, learner + made.activation_bytes * cluster.count)
-    missing = max(needed - held, (engine - one * min(cluster.per_node, cluster.count)))
-    which = max(1e9, cluster.count * room / 16.0)
-    remedy = f"take {least} × {device.name} or more"
-    if engine > one * cluster.per_node and not made.ways:
-        remedy = f"give machines of {-(-int(engine) // int(one))} × {device.name} (cluster.per_node)"
-    lora = "" if asked.model.lora is not None else "; set model.lora, which keeps no optimizer for the base"
-    return ConfigError(
-        f"{cluster} cannot hold {name}: {held / GB:,.0f} GB can be used; one engine needs {engine / GB:,.0f} GB (with "
-        f"a sequence of {longest:,.0f} tokens), the learner {learner / GB:,.0f} GB: {max(0.0, missing) / GB:,.0f} GB "
-        "too little",
-        remedy=f"{remedy}; or a model of at most {which / 1e9:,.1f} billion parameters{lora}",
+    """By how much, and what would fit: whatever is named does."""
+    if not made.least_learner:
+        thrifty = _recomputing(asked)
+        if asked.learner.memory.recompute or activation_bytes(thrifty) >= _usable(cluster):
+            return _pass_too_large(asked, cluster)
+        less = _laid(thrifty, cluster, longest)
+        if _holds(less, cluster):
+            return _pass_too_large(asked, cluster, "set learner.memory.recompute = true, or ")
+        return _cluster_too_small(thrifty, cluster, less, longest, ", even with learner.memory.recompute = true")
+    return _cluster_too_small(asked, cluster, made, longest)
+
+
+def _recomputing(asked: Asked) -> Asked:
+    learner = asked.learner
+    return replace(
+        asked,
+        learner=learner.model_copy(update={"memory": learner.memory.model_copy(update={"recompute": True})}),
     )
+
+
+def _pass_too_large(asked: Asked, cluster: Cluster, instead: str = "") -> ConfigError:
+    usable, kept, tokens = _usable(cluster), activation_bytes(asked), asked.learner.tokens_per_microbatch
+    return ConfigError(
+        f"one pass of {tokens} tokens of {asked.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
+        f"{cluster.device.name} {usable / GB:,.1f} GB can be used: {(kept - usable) / GB:,.1f} GB too little",
+        remedy=f"{instead}lower learner.tokens_per_microbatch below {max(1, int(tokens * usable / kept)):,}",
+    )
+
+
+def _cluster_too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float, also: str = "") -> ConfigError:
+    name, usable = cluster.device.name, _usable(cluster)
+    engine = made.engine_bytes + asked.shape.kv_numbers * asked.number_bytes * longest
+    ways = 1
+    while usable * ways < engine:
+        ways *= 2
+    total = ways + made.least_learner
+    missing = []
+    if total > cluster.count:
+        missing.append(f"{usable * (total - cluster.count) / GB:,.0f} GB too little")
+    if ways > cluster.per_node:
+        missing.append(f"{(engine - usable * cluster.per_node) / GB:,.0f} GB too little in one machine")
+    machines = f" in machines of {ways} (cluster.per_node)" if ways > cluster.per_node else ""
+    remedies = [f"take {max(total, cluster.count)} × {name}{machines}"]
+    others = [each for each in models().values() if _fits(replace(asked, shape=each), cluster, longest)]
+    if others:
+        largest = max(others, key=lambda each: each.params)
+        remedies.append(f"or a smaller model: {largest.name} would fit")
+    lora = replace(asked, model=asked.model.model_copy(update={"lora": LoraConfig()}))
+    if asked.model.lora is None and _fits(lora, cluster, longest):
+        remedies.append("or set model.lora, which keeps no optimizer for the base")
+    return ConfigError(
+        f"{cluster} cannot hold {asked.shape.name}{also}: of each {usable / GB:,.0f} GB can be used; one engine needs "
+        f"{engine / GB:,.0f} GB (with a sequence of {longest:,.0f} tokens) on {ways} of them, the learner "
+        f"{made.learner_bytes / GB:,.0f} GB, and {made.activation_bytes / GB:,.1f} GB of activations on each, on "
+        f"{made.least_learner}: {' and '.join(missing)}",
+        remedy="; ".join(remedies),
+    )
+
+
+def _fits(asked: Asked, cluster: Cluster, longest: float) -> bool:
+    return _holds(_laid(asked, cluster, longest), cluster)

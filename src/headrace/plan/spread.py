@@ -6,13 +6,14 @@ Shape legend: N draws.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from headrace.config import Section
+from headrace.errors import ConfigError
 
 Draws = npt.NDArray[np.float64]
 
@@ -41,6 +42,15 @@ class Uniform(Spread):
     kind: Literal["uniform"] = "uniform"
     low: NonNegativeFloat = 1.0
     high: PositiveFloat
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ConfigError(
+                f"a uniform spread from low={self.low:g} to high={self.high:g} has no values",
+                remedy=f"set low <= {self.high:g} or high >= {self.low:g}",
+            )
+        return self
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
         return rng.uniform(self.low, self.high, count)
@@ -95,7 +105,7 @@ class Recorded(Spread):
 
 def _as_table(value: Any) -> Any:
     """A number alone stands for a constant."""
-    return {"kind": "constant", "value": value} if isinstance(value, int | float) else value
+    return {"kind": "constant", "value": value} if type(value) in (int, float) else value
 
 
 AnySpread = Annotated[

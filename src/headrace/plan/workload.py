@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from headrace.config import Section
 from headrace.plan.spread import AnySpread, Constant, Draws, Lognormal, Spread, Uniform
@@ -29,7 +29,7 @@ class Workload(Section):
     """Of the reward of an episode."""
     reward_slots: int | None = Field(default=None, ge=1)
     """Rewards that are computed at once; unset: as many as are asked for."""
-    solved: tuple[float, float] = (1.0, 1.0)
+    solved: tuple[PositiveFloat, PositiveFloat] = (1.0, 1.0)
     """How hard tasks are: each has a chance of being solved that is drawn from Beta(a, b). (1, 1): every chance is as
     likely as any other. Filters look at it."""
     failed_share: float = Field(default=0.0, ge=0, lt=1)
