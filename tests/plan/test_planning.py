@@ -212,6 +212,10 @@ def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_pat
     told = runner.invoke(app, [*both, "--generation", "4"])
     assert told.exit_code == 0, told.output
     assert "As asked: 4 generate" in told.output
+    for nowhere in (tmp_path / "none" / "plan.png", tmp_path):
+        refused = runner.invoke(app, [*both, "--picture", str(nowhere)])
+        assert isinstance(refused.exception, ConfigError)
+        assert "--picture" in refused.exception.problem
     tree = json.loads(runner.invoke(app, [*both, "--generation", "4", "--json"]).output)
     assert tree["asked"]["generation"] == 4
     assert {"view", "fit", "best", "synchronous", "tried", "words"} <= set(tree)

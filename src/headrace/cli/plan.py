@@ -32,11 +32,17 @@ def plan(
 ) -> None:
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
     from headrace.clock import RealClock
+    from headrace.errors import ConfigError
     from headrace.plan import load_cluster, make_site
     from headrace.plan import plan as search
     from headrace.plan.words import in_words
     from headrace.session import load_config
 
+    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
+        raise ConfigError(
+            f"--picture {picture} cannot be written: it is a directory, or lies in none that exists",
+            remedy="give a file in a directory that exists",
+        )
     config = load_config(run_file, overrides, like=like)
     measured = None
     if calibrate is not None:
