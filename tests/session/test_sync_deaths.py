@@ -80,7 +80,7 @@ def test_learner_killed_while_staging_and_engine_killed_while_committing_are_nam
         tmp_path,
         model_dir,
         engine={"max_new_tokens": 20, "max_sequences": 16},
-        flow={"groups_per_step": 2, "group_size": 4, "max_age": 2},
+        flow={"groups_per_step": 2, "group_size": 4, "max_age": 2, "max_idle_batches": STEPS},
         sync={"transport": transport, "codec": codec, "interrupt": interrupt},
         launch={"engine_restarts": 0},
         run={"dir": "run", "steps": STEPS, "checkpoint_every": 1},

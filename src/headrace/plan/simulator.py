@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -69,11 +70,11 @@ class Simulation:
         self.learner: Learner[Batch] = Learner(
             self.agenda, world.learner, world.sync, world.failures, rng=streams[1],
             begins=self._begins, trained=self._trained,
-            commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
+            commit=lambda version: self._in_turn(self._commit, version),
         )  # fmt: skip
         self._demand = Demand(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
-        """When the controller has dealt with the episodes that have ended."""
+        """When the controller has dealt with the episodes that have begun and ended."""
         self._scorers = [0.0] * (world.workload.reward_slots or 0)
         self._judged = bool(world.flow.filters)
         self._scribe = Scribe(whole=any(isinstance(each, Length) for each in world.flow.filters))
@@ -130,13 +131,17 @@ class Simulation:
 
     def _admit(self) -> None:
         self._may_admit = False
+        groups: list[Group] = []
         while self.flow.starts_groups and (admissions := self.flow.admit()):
-            for admission in admissions:
-                self._start(admission)
+            groups += map(self._start, admissions)
+        if self.world.episode_s and groups:  # the requests of one turn of the controller go in one message
+            self.agenda.at(self._handled_s(len(groups) * self.world.flow.group_size), self._ask_first, groups)
+        else:
+            self._ask_first(groups)
 
     # --- generation
 
-    def _start(self, admission: Admission) -> None:
+    def _start(self, admission: Admission) -> Group:
         self.flow.start(admission.number)
         group = Group(number=admission.number, chance=self._demand.chance())
         self.groups[group.number] = group
@@ -147,9 +152,20 @@ class Simulation:
                 ended=self._turn_ended,
             )  # fmt: skip
             group.episodes.append(episode)
-            episode.home, episode.home_version = group.home, group.home_version
-            self._ask(episode)
-            group.home, group.home_version = episode.home, episode.home_version
+        return group
+
+    def _ask_first(self, groups: Sequence[Group]) -> None:
+        """The first answers, of siblings in one place."""
+        for group in groups:
+            for episode in group.episodes:
+                episode.home, episode.home_version = group.home, group.home_version
+                self._ask(episode)
+                group.home, group.home_version = episode.home, episode.home_version
+
+    def _handled_s(self, num: int = 1) -> float:
+        """When the controller has dealt with episodes that begin or end now: half of its work is either."""
+        self._controller_s = max(self.agenda.now_s, self._controller_s) + num * self.world.episode_s / 2
+        return self._controller_s
 
     def _ask(self, episode: Episodic) -> None:
         """The next answer. What its engine has in the cache, of this turn or of a sibling's, is not read again."""
@@ -199,7 +215,7 @@ class Simulation:
 
     def _scored_s(self) -> float:
         """When the reward of an episode that ends now is there."""
-        asked_s = self._controller_s = max(self.agenda.now_s, self._controller_s) + self.world.episode_s
+        asked_s = self._handled_s()
         seconds = self._demand.reward_s.next()
         if not self._scorers:
             return asked_s + seconds
@@ -318,6 +334,16 @@ class Simulation:
         )  # fmt: skip
         self.flow.trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
         self._may_take = True
+
+    def _in_turn(self, act: Callable[[int], None], version: int) -> None:
+        """What the controller is told has to wait for the episodes that it deals with."""
+        if self._controller_s > self.agenda.now_s:
+            self.agenda.at(self._controller_s, act, version)
+        else:
+            act(version)
+
+    def _commit(self, version: int) -> None:
+        self.fleet.commit(version, lambda: self._in_turn(self._committed, version))
 
     def _committed(self, version: int) -> None:
         self.flow.committed(version, "")
