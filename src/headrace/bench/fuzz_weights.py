@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.bench.fuzz_change import changed, changed_msgpack
 from headrace.errors import NeedsFull, WeightsError
-from headrace.sync.base import Inbox, Parcel
+from headrace.sync.base import Inbox, Parcel, Sent
 from headrace.sync.codecs import codec_of
 from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
@@ -44,9 +44,9 @@ class _Hand:
     def memory(self, num_bytes: int) -> memoryview:
         return private_memory(num_bytes)
 
-    def send(self, parcel: Parcel) -> str:
+    def send(self, parcel: Parcel) -> Sent:
         self.held = bytes(parcel.payload)
-        return "hand"
+        return Sent(path="hand")
 
     def lend(self, update: WeightUpdate) -> memoryview:
         if len(self.held) != update.num_bytes:  # as every transport does
