@@ -221,16 +221,21 @@ def test_engine_that_is_ended_for_its_silence_is_told_with_the_reason() -> None:
     run_virtual(main())
 
 
+async def all_obey(stage: Stage) -> None:
+    """Every engine is there, and does at once what it is told."""
+    for name in stage.lives:
+        stage.now(name).peer = Obedient(name, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
+        stage.now(name).ready()
+    await settle()
+
+
 def test_engine_that_new_weights_do_not_reach_is_told_by_name_and_again_when_it_serves() -> None:
     async def main() -> None:
         stage = Stage(("engine-0", "engine-1"), silence_s=1000.0)
         await stage.engines.start()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(stage.engines.run())
-            for name in stage.lives:
-                stage.now(name).peer = Obedient(name, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
-                stage.now(name).ready()
-            await settle()
+            await all_obey(stage)
             fleet = stage.engines.fleet
             fleet._router.place(0)
             fleet._router.place(1)
@@ -261,10 +266,7 @@ def test_engine_that_new_weights_did_not_reach_because_it_was_dead_is_told_as_de
         await stage.engines.start()
         async with asyncio.TaskGroup() as group:
             running = group.create_task(stage.engines.run())
-            for name in stage.lives:
-                stage.now(name).peer = Obedient(name, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
-                stage.now(name).ready()
-            await settle()
+            await all_obey(stage)
             await bring(stage.engines.fleet, 1, missed="at-engine-1-0")
             await asyncio.sleep(1.0)
             stage.now("engine-1").die()

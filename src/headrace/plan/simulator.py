@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class Simulation:
         self.learner: Learner[Batch] = Learner(
             self.agenda, world.learner, world.sync, world.failures, rng=streams[1],
             begins=self._begins, trained=self._trained,
-            commit=lambda version: self._in_turn(self._commit, version),
+            commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
         )  # fmt: skip
         self._demand = Demand(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
@@ -334,16 +334,6 @@ class Simulation:
         )  # fmt: skip
         self.flow.trained(batch.taken.groups, report, {age: round(tokens) for age, tokens in ages.items()})
         self._may_take = True
-
-    def _in_turn(self, act: Callable[[int], None], version: int) -> None:
-        """What the controller is told has to wait for the episodes that it deals with."""
-        if self._controller_s > self.agenda.now_s:
-            self.agenda.at(self._controller_s, act, version)
-        else:
-            act(version)
-
-    def _commit(self, version: int) -> None:
-        self.fleet.commit(version, lambda: self._in_turn(self._committed, version))
 
     def _committed(self, version: int) -> None:
         self.flow.committed(version, "")
