@@ -5,16 +5,20 @@
 
 The proposer is given a number and writes a second one, which makes a sum. Four solvers try that sum side by side; each
 earns 1 for the right answer. The proposer earns most where half of them are right: a sum that is neither too easy nor
-too hard. Solvers are compared with solvers, and the proposer with proposers.
+too hard; and less the more often its number was written lately, or it would soon write only a few (R-Zero's penalty of
+repetition, arXiv 2508.05004, section 3.2). Solvers are compared with solvers, and the proposer with proposers.
 
 Held-out sums are given as they are, to one solver.
 """
 
 import asyncio
+from collections import deque
 
 import headrace
 
 SOLVERS = 4
+LATELY = deque(maxlen=512)
+"""The last numbers that the proposer wrote."""
 
 
 def is_right(written, answer):
@@ -33,10 +37,13 @@ async def play(task, policy):
     if len(second) != 2 or not second.isascii() or not second.isdigit():
         return headrace.Episode(agent_rewards={"proposer": 0.0})
     question, answer = f"{task['number']}+{second}=", task["number"] + int(second)
+    LATELY.append(second)
+    repeated = LATELY.count(second) / len(LATELY)
     names = [f"solver/{number}" for number in range(SOLVERS)]
     replies = await asyncio.gather(*(policy.chat(question, agent=name) for name in names))
     rewards = {
         name: float(is_right(reply.message.content, answer)) for name, reply in zip(names, replies, strict=True)
     }  # fmt: skip
     solved = sum(rewards.values()) / SOLVERS
-    return headrace.Episode(agent_rewards={**rewards, "proposer": 0.5 + 2 * solved * (1 - solved)})
+    proposed_well = 1 + 2 * solved * (1 - solved) - min(4 * repeated, 1)
+    return headrace.Episode(agent_rewards={**rewards, "proposer": proposed_well})
