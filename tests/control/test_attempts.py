@@ -1,19 +1,25 @@
-"""What is noted of episodes that end: their groups know of it when they are taken, and a span is told of each, once."""
+"""What is noted of groups and episodes: their environments until they are trained, and a span of each end, once."""
 
 from headrace.control.attempts import Attempts
-from headrace.types.episode import EpisodeKey
+from headrace.types.episode import Episode, EpisodeKey
 
 
-def test_ends_reach_their_groups_and_are_told_once_in_whatever_order_they_are_asked_for() -> None:
+def test_a_span_of_each_end_is_told_once_and_the_episode_knows_when_it_was() -> None:
     attempts = Attempts("env")
-    for number in (7, 8):
-        attempts.begin(number, {"env": "sums"})
-    attempts.ended(EpisodeKey(7, 0), 1.0, 2.0)
-    attempts.ended(EpisodeKey(8, 0), 1.0, 2.5)
-    assert [(span.of, span.start_s, span.end_s) for span in attempts.spans()] == [("7.0", 1.0, 2.0), ("8.0", 1.0, 2.5)]
-    attempts.ended(EpisodeKey(7, 1), 1.0, 3.0)
-    attempts.ended(EpisodeKey(99, 0), 1.0, 3.5)  # of a group that a former life began
-    assert {number: (each.env, each.ends_s) for number, each in attempts.take([7]).items()} == {7: ("sums", [2.0, 3.0])}
-    assert [span.of for span in attempts.spans()] == ["7.1", "99.0"]
+    episodes = [Episode(key=EpisodeKey(number, place)) for number, place in ((7, 0), (8, 0), (7, 1))]
+    attempts.ended(episodes[0], 1.0, 2.0)
+    attempts.ended(episodes[1], 1.0, 2.5)
+    told = [(span.of, span.start_s, span.end_s) for span in attempts.spans()]
+    assert told == [(EpisodeKey(7, 0), 1.0, 2.0), (EpisodeKey(8, 0), 1.0, 2.5)]
+    attempts.ended(episodes[2], 1.0, 3.0)
+    assert [span.of for span in attempts.spans()] == [EpisodeKey(7, 1)]
     assert attempts.spans() == []
-    assert attempts.take([8])[8].ends_s == [2.5]
+    assert [episode.ended_s for episode in episodes] == [2.0, 2.5, 3.0]
+
+
+def test_environments_are_kept_until_their_groups_are_trained_or_gone() -> None:
+    attempts = Attempts("env")
+    for number, row in enumerate(({"env": "sums"}, {}, {"env": "games"}, {"env": "sums"})):
+        attempts.begin(number, row)
+    assert attempts.envs([0, 1, 99], alive={2}) == ["sums", "", ""]  # nobody knows of 99: a former life began it
+    assert attempts.envs([2, 3], alive=()) == ["games", ""]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from headrace.control.observer import Observers
 from headrace.errors import DataError, RunError
 from headrace.observe import JsonlWriter, Recorder, read_jsonl, read_steps
+from headrace.types.episode import EpisodeKey
 from headrace.types.observation import Event, LiveState, StepRecord
 from headrace.types.trace import Span
 
@@ -65,7 +66,9 @@ def test_spans_wait_for_the_end_of_a_step_or_the_next_look_at_the_run(tmp_path: 
 
 
 def test_a_span_takes_less_than_a_hundred_bytes_of_disk(tmp_path: Path) -> None:
-    episode = Span(lane="rollout", name="episode", start_s=123456.123456789, end_s=123457.123456789, of="12345.7")
+    episode = Span(
+        lane="rollout", name="episode", start_s=123456.123456789, end_s=123457.123456789, of=EpisodeKey(12345, 7)
+    )
     write(tmp_path / "trace.jsonl", [episode])
     assert (tmp_path / "trace.jsonl").stat().st_size < 100
 

@@ -124,6 +124,24 @@ def test_way_out_that_does_not_lead_out_by_itself_is_not_named_alone() -> None:
     assert refused.value.remedy.startswith("lower learner.tokens_per_microbatch below ")
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b"])
+def test_on_one_accelerator_engine_and_learner_take_turns(name: str) -> None:
+    terms: dict[str, Any] = {"model": {"path": name, "dtype": "bfloat16"}, "learner": {"memory": {"recompute": True}}}
+    site = make_site(asked(**terms), ClusterFile(cluster=Cluster(accelerator="H100", count=1)))
+    assert not site.fit.beside
+    made = plan(site, RealClock())
+    assert made.asked.choice.shared
+    assert made.best.choice.shared
+    assert made.asked.outcome.max_age == 0
+    words = " ".join(in_words(made, bound))
+    assert "In turn: all 1 in turn" in words
+    assert 'Set flow.max_age = 0 and sync.interrupt = "sleep"' in words
+    assert plan_png(made)[:4] == b"\x89PNG"
+    with pytest.raises(ConfigError, match="take turns") as refused:
+        plan(site, RealClock(), generation=1)
+    assert refused.value.remedy == "leave --generation out"
+
+
 def test_accelerators_that_are_no_whole_engines_or_leave_no_learner_are_refused() -> None:
     site = make_site(asked(), ClusterFile(cluster=Cluster(accelerator="H100", count=8)))
     with pytest.raises(ConfigError, match="--generation 99 does not do on 8 × H100") as refused:

@@ -74,7 +74,7 @@ def write_large(directory: Path) -> Path:
                     start_s=zero + each / 600,
                     end_s=zero + each / 600 + 0.4,
                     step=step,
-                    of=f"{step * GROUPS + each // 4}.{each % 4}",
+                    of=EpisodeKey(step * GROUPS + each // 4, each % 4),
                 )
                 for each in range(GROUPS * SIZE)
             )

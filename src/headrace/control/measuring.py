@@ -6,9 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
-from headrace.control.attempts import Attempt
 from headrace.control.seen import Seen, Told
 from headrace.control.state import RunState
 from headrace.flow.filters import rewards_of
@@ -27,26 +25,26 @@ TAIL = 0.9
 """The episodes after this share of a batch are its stragglers."""
 
 
-def episode_metrics(seen: Seen, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Rewards, lengths and turns of a batch: over all episodes, by environment and by agent. ``attempts``: one for each
-    group."""
+def episode_metrics(seen: Seen, envs: Sequence[str]) -> dict[str, float]:
+    """Rewards, lengths and turns of a batch: over all episodes, by environment and by agent. ``envs``: one for each
+    group, empty where its task names none."""
     if not seen.episodes:
         return {}
     lengths = seen.told.lengths
     mean = {"length_mean": statistics.fmean(lengths), "truncated_frac": seen.truncated / len(lengths)}
-    metrics = {**mean, **_over_all(seen.told), **_labelled("env", _by_env(seen, attempts))}
+    metrics = {**mean, **_over_all(seen.told), **_labelled("env", _by_env(seen, envs))}
     if len(seen.authors) > 1:
         metrics |= _labelled("agent", _by_agent(seen.episodes))
     return metrics
 
 
-def _by_env(seen: Seen, attempts: Sequence[Attempt]) -> dict[str, Told]:
+def _by_env(seen: Seen, envs: Sequence[str]) -> dict[str, Told]:
     of_env: dict[str, Told] = {}
     begin = 0
-    for attempt, size in zip(attempts, seen.sizes, strict=True):
+    for env, size in zip(envs, seen.sizes, strict=True):
         end = begin + size
-        if attempt.env:
-            told = of_env.setdefault(attempt.env, Told())
+        if env:
+            told = of_env.setdefault(env, Told())
             told.lengths += seen.told.lengths[begin:end]
             told.turns += seen.told.turns[begin:end]
             told.rewards += rewards_of(seen.episodes[begin:end])
@@ -173,13 +171,13 @@ def part_means(seen: Seen) -> dict[str, float]:
     return {name: statistics.fmean(each) for name, each in values.items()}
 
 
-def straggler_s(attempts: Iterable[Attempt], waited: tuple[float, float]) -> float:
+def straggler_s(ends_s: Iterable[float], waited: tuple[float, float]) -> float:
     """Seconds within ``waited`` in which nine in ten of a batch's episodes had ended and others had not.
 
-    >>> straggler_s([Attempt(ends_s=[1.0] * 9 + [8.0])], (0.0, 9.0))
+    >>> straggler_s([1.0] * 9 + [8.0], (0.0, 9.0))
     7.0
     """
-    ends_s = sorted(chain(*[attempt.ends_s for attempt in attempts]))
+    ends_s = sorted(ends_s)
     if len(ends_s) < 2:
         return 0.0
     most_s = ends_s[min(math.ceil(TAIL * len(ends_s)), len(ends_s) - 1) - 1]

@@ -17,7 +17,7 @@ from headrace.control.measuring import (
     straggler_s,
     wasted_tokens,
 )
-from headrace.control.seen import look_at
+from headrace.control.seen import Seen
 from headrace.control.state import WINDOW_S, RunState
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
@@ -30,6 +30,8 @@ class StepDone:
     """One step, as the learning loop saw it."""
 
     groups: list[ScoredGroup]
+    seen: Seen
+    """What their episodes come to."""
     ordered_s: float
     """When the batch was given to the learner, on the clock."""
     report: StepReport
@@ -43,15 +45,13 @@ class StepDone:
 
 def step_record(state: RunState, done: StepDone) -> StepRecord:
     """What ``metrics.jsonl`` keeps of one step."""
-    report, tally = done.report, state.tally
-    seen = look_at(done.groups)
+    report, tally, seen = done.report, state.tally, done.seen
     rewards = seen.told.rewards
     sampled, tally.fresh_rewards = tally.fresh_rewards, []
     eval_version, tally.fresh_eval = tally.fresh_eval, None
     held_back_s, tally.held_back_s = tally.held_back_s, 0.0
-    attempts = state.attempts.take(group.number for group in done.groups)
-    state.attempts.keep(state.flow.state.groups)
-    of_episodes = episode_metrics(seen, list(attempts.values()))
+    envs = state.attempts.envs((group.number for group in done.groups), alive=state.flow.state.groups)
+    of_episodes = episode_metrics(seen, envs)
     return StepRecord(
         step=report.step,
         version=report.step + 1,
@@ -81,7 +81,7 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
         seconds=report.seconds,
         wait_s=done.waited_s,
         exposed_sync_s=done.exposed_s,
-        straggler_s=straggler_s(attempts.values(), (done.ordered_s - done.waited_s, done.ordered_s)),
+        straggler_s=straggler_s(seen.ends_s, (done.ordered_s - done.waited_s, done.ordered_s)),
         held_back_s=held_back_s,
         commit_gap_s=tally.commit_gaps_s[-1] if tally.commit_gaps_s else None,
         ages=done.ages,

@@ -1,17 +1,14 @@
-"""What the episodes of a batch come to, in columns: each of them is looked at once. They have long left the processor's
-caches by then, so that to look at them costs more than anything that is done with what is seen."""
+"""What the episodes of a batch come to, in columns: each of them is looked at once, when its batch has just been put
+together. Later they have left the processor's caches, and to look at them costs more than all that is made of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 
-from headrace.flow.filters import compared, rewards_of
-from headrace.types.episode import Episode, StopReason
+from headrace.flow.filters import compared
+from headrace.types.episode import Episode, EpisodeStatus, StopReason
 from headrace.types.scored import ScoredGroup
-
-_AGENT_REWARDS = attrgetter("agent_rewards")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +38,8 @@ class Seen:
     told: Told = field(default_factory=Told)
     sizes: list[int] = field(default_factory=list)
     """How many of the episodes each group has."""
+    ends_s: list[float] = field(default_factory=list)
+    """When those of the groups that ended in this life of the run did so, trained or not."""
     equal: list[bool] = field(default_factory=list)
     """Of each group of several: whether all rewards that are compared with each other are equal."""
     truncated: int = 0
@@ -51,36 +50,39 @@ class Seen:
     """The components of their rewards, where there are several."""
 
 
-def look_at(groups: Iterable[ScoredGroup]) -> Seen:
+def look_at(groups: Iterable[ScoredGroup]) -> Seen:  # gate: nesting - a call takes longer than a look at a turn
     """The groups of a batch."""
     seen = Seen()
+    rewards, lengths, num_turns, authors = seen.told.rewards, seen.told.lengths, seen.told.turns, seen.authors
+    scored, too_long = EpisodeStatus.SCORED, StopReason.LENGTH
     for group in groups:
-        scored = group.scored
-        rewards = rewards_of(scored)
-        seen.episodes += scored
-        seen.sizes.append(len(scored))
-        seen.told.rewards += rewards
+        first, first_reward, apart = len(lengths), len(rewards), False
+        for episode in group.episodes:
+            if episode.ended_s is not None:
+                seen.ends_s.append(episode.ended_s)
+            if episode.status is not scored:
+                apart = True
+                continue
+            seen.episodes.append(episode)
+            if episode.reward is not None:
+                rewards.append(episode.reward)
+            if episode.agent_rewards:
+                apart = True
+            if episode.parts:
+                seen.parts.append(episode.parts)
+            length = turns = cut = 0
+            for turn in episode.turns:
+                reason = turn.stop_reason
+                if reason is not None and turn.branch is None:
+                    length += len(turn.tokens.ids_T)
+                    turns += 1
+                    cut |= reason is too_long
+                    authors.add(turn.author)
+            lengths.append(length)
+            num_turns.append(turns)
+            seen.truncated += cut
+        seen.sizes.append(len(lengths) - first)
         if len(group.episodes) > 1:
-            apart = len(scored) < len(group.episodes) or any(map(_AGENT_REWARDS, scored))
-            alike = compared(group.counted) if apart else [rewards]
+            alike = compared(group.counted) if apart else [rewards[first_reward:]]
             seen.equal.append(all(len(set(of_role)) <= 1 for of_role in alike))
-    _look_at_turns(seen)
     return seen
-
-
-def _look_at_turns(seen: Seen) -> None:
-    lengths, num_turns, too_long = seen.told.lengths, seen.told.turns, StopReason.LENGTH
-    for episode in seen.episodes:
-        length = turns = cut = 0
-        for turn in episode.turns:
-            reason = turn.stop_reason
-            if reason is not None and turn.branch is None:
-                length += len(turn.tokens.ids_T)
-                turns += 1
-                cut |= reason is too_long
-                seen.authors.add(turn.author)
-        lengths.append(length)
-        num_turns.append(turns)
-        seen.truncated += cut
-        if episode.parts:
-            seen.parts.append(episode.parts)

@@ -79,6 +79,6 @@ def _attributes(span: Span) -> dict[str, str | int]:
     told: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:
         told["headrace.step"] = span.step
-    if span.of:
-        told["headrace.episode"] = span.of
+    if span.of is not None:
+        told["headrace.episode"] = str(span.of)
     return told

@@ -81,7 +81,7 @@ def _rank(lane: str) -> int:
 
 
 def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
-    told: Mapping[str, Any] = {"step": span.step, "of": span.of}
+    told: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
     return {
         "ph": "X",
         "name": span.name,

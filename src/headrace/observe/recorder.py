@@ -14,9 +14,6 @@ from headrace.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_F
 from headrace.types.observation import Event, LiveState, StepRecord
 from headrace.types.trace import Span
 
-RENEWED_S = 0.9
-"""``live.json`` is not renewed more often."""
-
 
 class Recorder:
     """An observer that appends to ``metrics.jsonl``, ``trace.jsonl`` and ``events.jsonl`` and renews ``live.json``; use
@@ -32,7 +29,6 @@ class Recorder:
         self._trace = JsonlWriter[Span](run_dir / TRACE_FILE)
         self._events = JsonlWriter[Event](run_dir / EVENTS_FILE)
         self._live = run_dir / LIVE_FILE
-        self._told_s = -RENEWED_S
 
     def step(self, record: StepRecord) -> None:
         """Append one line of metrics."""
@@ -47,10 +43,7 @@ class Recorder:
         self._trace.write(spans)
 
     def update(self, state: LiveState) -> None:
-        """Renew the picture of the moment, once a second: a reader sees the old one or the new one."""
-        if self._told_s <= state.wall_s < self._told_s + RENEWED_S:
-            return
-        self._told_s = state.wall_s
+        """Renew the picture of the moment: a reader sees the old one or the new one."""
         temporary = self._live.with_name(f".{LIVE_FILE}.tmp")
         try:
             temporary.write_bytes(msgspec.json.encode(state))

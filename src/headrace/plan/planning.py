@@ -41,6 +41,10 @@ def plan(site: Site, clock: Clock, *, seed: int = 0, generation: int | None = No
     Raises :class:`~headrace.errors.ConfigError` where they are no whole engines, or leave the learner too few.
     """
     fit, most = site.fit, site.cluster.count - site.fit.least_learner
+    if generation and not fit.beside:
+        raise ConfigError(
+            f"--generation {generation} does not do on {site.cluster}: {fit}", remedy="leave --generation out"
+        )
     if generation and (generation % fit.ways or generation > most):
         raise ConfigError(
             f"--generation {generation} does not do on {site.cluster}: {fit}",

@@ -80,7 +80,7 @@ class Found:
     site: Site
     best: Candidate
     asked: Candidate
-    """As the run file has it, with the best split for it."""
+    """As the run file has it, with the best split for it; in turn, where there is none."""
     synchronous: Candidate
     """The fastest one whose tokens are all fresh: on accelerators that generate and train in turn, or on two parts."""
     tried: Sequence[Tried]
@@ -103,9 +103,13 @@ class Search:
     def run(self) -> Found:
         """All of it."""
         began_s = self.clock.now()
+        if not self.site.fit.beside:
+            asked = synchronous = self._try(self._turns())
+            return self._found(began_s, self._better(asked, self._batches(asked.choice)), asked, synchronous)
         asked = self._best([self._asked(count) for count in self._splits()])
         best = self._best([self._asked(count).but(**_aged(age)) for count in self._splits() for age in AGES])
-        best = self._better(best, [self._shared()])
+        in_turn = [self._turns()] if self.site.fit.turn_tokens else []
+        best = self._better(best, in_turn)
         if not best.choice.shared:
             best = self._better(best, self._finer(best.choice))
         best = self._better(best, self._batches(best.choice))
@@ -114,26 +118,24 @@ class Search:
         )
         best = self._better(best, [replace(best.choice, transport=route) for route in ("shm", "collective")])
         fresh = [self._asked(count).but(**_FRESH) for count in self._splits()]
-        synchronous = self._best([*fresh, self._shared()])
-        return Found(
-            site=self.site,
-            best=self._better(best, [asked.choice]),
-            asked=asked,
-            synchronous=synchronous,
-            tried=[row_of(self.site, each) for each in self._known.values()],
-            seconds=self.clock.now() - began_s,
-        )
+        return self._found(began_s, self._better(best, [asked.choice]), asked, self._best([*fresh, *in_turn]))
 
     def glance(self) -> Found:
         """What is asked for and its synchronous counterpart only."""
         began_s = self.clock.now()
+        if not self.site.fit.beside:
+            turns = self._try(self._turns())
+            return self._found(began_s, turns, turns, turns)
         asked = self._best([self._asked(count) for count in self._splits()])
         fresh = self._best([self._asked(count).but(**_FRESH) for count in self._splits()])
+        return self._found(began_s, asked, asked, fresh)
+
+    def _found(self, began_s: float, best: Candidate, asked: Candidate, synchronous: Candidate) -> Found:
         return Found(
             site=self.site,
-            best=asked,
+            best=best,
             asked=asked,
-            synchronous=fresh,
+            synchronous=synchronous,
             tried=[row_of(self.site, each) for each in self._known.values()],
             seconds=self.clock.now() - began_s,
         )
@@ -158,7 +160,7 @@ class Search:
             transport=asked.sync.transport,
         )
 
-    def _shared(self) -> Choice:
+    def _turns(self) -> Choice:
         """All accelerators in turn: what is generated is trained at once."""
         choice = self._asked(self.site.cluster.count).but(**_FRESH)
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)

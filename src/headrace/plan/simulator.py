@@ -13,10 +13,10 @@ import heapq
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
-from headrace.control.attempts import Attempt as Ends
 from headrace.control.groups import close_group
 from headrace.control.measuring import straggler_s
 from headrace.control.tuning import LOOK_S
@@ -306,7 +306,7 @@ class Simulation:
                 ages[batch.step - version] += tokens
             self.groups.pop(group.number).episodes.clear()
         waited = (batch.taken_s - waited_s, batch.taken_s)
-        ends = [Ends(ends_s=group.ends_s) for group in batch.groups] if waited_s else []
+        ends_s = chain(*[group.ends_s for group in batch.groups])
         total = self.fleet.counted()
         engine_busy_s = total.busy_s / len(self.fleet.engines)
         self._together_s += engine_busy_s - self._engine_busy_s
@@ -316,7 +316,7 @@ class Simulation:
                 tokens=sum(ages.values()),
                 ages=dict(ages),
                 wait_s=waited_s,
-                straggler_s=straggler_s(ends, waited) if waited_s else 0.0,
+                straggler_s=straggler_s(ends_s, waited) if waited_s else 0.0,
                 learner_busy_s=self.learner.busy_s,
                 exposed_sync_s=self.learner.exposed_sync_s,
                 engine_busy_s=engine_busy_s,

@@ -64,7 +64,7 @@ class Fit:
     ways: int
     """Accelerators of one engine."""
     cache_tokens: float
-    """That one engine can keep."""
+    """That one engine can keep beside the learner; 0 where they do not fit side by side."""
     engine_bytes: float
     """Of the weights on one engine."""
     learner_bytes: float
@@ -73,8 +73,21 @@ class Fit:
     """On each rank of the learner."""
     least_learner: int
     """Accelerators that the learner needs at least."""
+    turn_tokens: float = 0.0
+    """That one engine can keep where it generates on accelerators that train, too, in turn; 0 where both do not fit."""
+
+    @property
+    def beside(self) -> bool:
+        """Whether engines and learner can have accelerators of their own."""
+        return self.cache_tokens > 0
 
     def __str__(self) -> str:
+        if not self.beside:
+            return (
+                f"engines and learner do not fit side by side and take turns: on each accelerator weights, gradients "
+                f"and optimizer share with an engine of {self.ways} ({self.engine_bytes / GB:,.1f} GB of weights), "
+                f"which has room for {self.turn_tokens:,.0f} tokens while it generates"
+            )
         return (
             f"an engine takes {self.ways} accelerator{'s' if self.ways > 1 else ''} ({self.engine_bytes / GB:,.1f} GB "
             f"of weights, a cache of {self.cache_tokens:,.0f} tokens), the learner at least {self.least_learner} "
@@ -83,14 +96,28 @@ class Fit:
 
 
 def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
-    """Where the smallest engine and the smallest learner lie side by side, for episodes of up to ``longest`` tokens.
+    """Where the smallest engine and the smallest learner lie side by side, for episodes of up to ``longest`` tokens; or
+    both on all accelerators, in turn.
 
     Raises :class:`~headrace.errors.ConfigError` where the cluster cannot hold both: by how much, and what would fit.
     """
+    made = _fit(asked, cluster, longest)
+    if made is None:
+        raise _too_small(asked, cluster, longest)
+    return made
+
+
+def _fit(asked: Asked, cluster: Cluster, longest: float) -> Fit | None:
     made = _laid(asked, cluster, longest)
     if _holds(made, cluster):
-        return made
-    raise _too_small(asked, cluster, made, longest)
+        return replace(made, turn_tokens=_turn_tokens(asked, cluster, made.ways, longest))
+    ways = 1
+    while ways <= min(cluster.per_node, cluster.count):
+        tokens = _turn_tokens(asked, cluster, ways, longest)
+        if tokens:
+            return replace(made, ways=ways, cache_tokens=0.0, turn_tokens=tokens, least_learner=cluster.count)
+        ways *= 2
+    return None
 
 
 def _laid(asked: Asked, cluster: Cluster, longest: float) -> Fit:
@@ -111,6 +138,14 @@ def _laid(asked: Asked, cluster: Cluster, longest: float) -> Fit:
 
 def _holds(made: Fit, cluster: Cluster) -> bool:
     return bool(made.ways and made.least_learner) and made.ways + made.least_learner <= cluster.count
+
+
+def _turn_tokens(asked: Asked, cluster: Cluster, ways: int, longest: float) -> float:
+    """What an engine of ``ways`` accelerators can keep beside their shares of the learner; 0 where that is less than
+    one sequence, or leaves no room for a pass of the learner while the engine sleeps."""
+    room = (_usable(cluster) - learner_bytes(asked) / cluster.count) * ways - _engine_bytes(asked)
+    tokens = room / (asked.shape.kv_numbers * asked.number_bytes)
+    return tokens if tokens >= longest and room >= activation_bytes(asked) * ways else 0.0
 
 
 def _usable(cluster: Cluster) -> float:
@@ -156,16 +191,18 @@ def activation_bytes(asked: Asked) -> float:
     return float(asked.learner.tokens_per_microbatch * shape.hidden * layers * kept)
 
 
-def _too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float) -> ConfigError:
+def _too_small(asked: Asked, cluster: Cluster, longest: float) -> ConfigError:
     """By how much, and what would fit: whatever is named does."""
+    made = _laid(asked, cluster, longest)
     if not made.least_learner:
         thrifty = _recomputing(asked)
         if asked.learner.memory.recompute or activation_bytes(thrifty) >= _usable(cluster):
             return _pass_too_large(asked, cluster)
-        less = _laid(thrifty, cluster, longest)
-        if _holds(less, cluster):
+        if _fit(thrifty, cluster, longest) is not None:
             return _pass_too_large(asked, cluster, "set learner.memory.recompute = true, or ")
-        return _cluster_too_small(thrifty, cluster, less, longest, ", even with learner.memory.recompute = true")
+        return _cluster_too_small(
+            thrifty, cluster, _laid(thrifty, cluster, longest), longest, ", even with learner.memory.recompute = true"
+        )
     return _cluster_too_small(asked, cluster, made, longest)
 
 
@@ -193,6 +230,11 @@ def _cluster_too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float
     while usable * ways < engine:
         ways *= 2
     total = ways + made.least_learner
+    larger = cluster.model_copy(update={"per_node": max(ways, cluster.per_node)})
+    total = next(  # in turn they may need fewer
+        count for count in range(1, total + 1)
+        if count == total or _fit(asked, larger.model_copy(update={"count": count}), longest) is not None
+    )  # fmt: skip
     missing = []
     if total > cluster.count:
         missing.append(f"{usable * (total - cluster.count) / GB:,.0f} GB too little")
@@ -217,4 +259,4 @@ def _cluster_too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float
 
 
 def _fits(asked: Asked, cluster: Cluster, longest: float) -> bool:
-    return _holds(_laid(asked, cluster, longest), cluster)
+    return _fit(asked, cluster, longest) is not None

@@ -21,7 +21,7 @@ def in_words(found: Found, bound: Bound) -> list[str]:
     return [
         f"{site.asked.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
         f"Memory: {site.fit}.",
-        f"As asked: {_told(site, found.asked, bound)}",
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_told(site, found.asked, bound)}",
         f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_told(site, found.best, bound)}",
         _asynchrony(found, bound),
         *_changes(found),
@@ -68,6 +68,8 @@ def _told(site: Site, each: Candidate, bound: Bound) -> str:
 
 
 def _asynchrony(found: Found, bound: Bound) -> str:
+    if not found.site.fit.beside:
+        return "Asynchrony needs accelerators for both sides: here they take turns."
     fresh, other = found.synchronous, found.asked
     if other.choice.flow.greatest_age == 0:
         other, whose = found.best, "the best asynchronous run"
@@ -89,6 +91,8 @@ def _asynchrony(found: Found, bound: Bound) -> str:
 def _changes(found: Found) -> list[str]:
     """What to set, where something else than what was asked is faster."""
     asked, best = found.asked, found.best
+    if not found.site.fit.beside:
+        return [_how_to_take_turns(found)]
     gain = best.tok_s / asked.tok_s - 1
     if gain <= ALIKE:
         return ["What was asked is as fast as anything that was tried."]
@@ -110,6 +114,15 @@ def _changes(found: Found) -> list[str]:
         line.startswith("flow.groups_per_step") for line in sets
     ) else ""  # fmt: skip
     return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
+
+
+def _how_to_take_turns(found: Found) -> str:
+    asked, best = found.asked, found.best
+    sets = 'Set flow.max_age = 0 and sync.interrupt = "sleep"'
+    gain, batch = best.tok_s / asked.tok_s - 1, best.choice.flow.groups_per_step
+    if gain <= ALIKE:
+        return f"{sets}; no other batch that was tried is faster."
+    return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
 
 
 def _controller(found: Found) -> list[str]:

@@ -48,7 +48,7 @@ from headrace.types.observation import Event, LiveState
 
 FAREWELL_S = 30.0
 """How long a run that failed waits for its ledger."""
-REDRAW_S = 0.5
+REDRAW_S = 1.0
 """How often the live view and ``status.json`` are renewed."""
 YOUNG = 50_000
 """Objects of the controller until it looks for garbage. The episodes of a step have tens each, come at once, live for a

@@ -15,7 +15,7 @@ from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig
 from headrace.types.observation import Event, LiveState
 
-SYSTEM_EVERY = 4
+SYSTEM_EVERY = 2
 """Looks at the run between two at the memory of its processes."""
 
 

@@ -149,6 +149,8 @@ class Episode:
     """The components of its reward by name, clamped and not weighted; empty where it has but one."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """What each agent earned, where that is told apart: every one is then credited with its own."""
+    ended_s: float | None = field(default=None, compare=False)
+    """When it came to its end, on the clock; ``None`` if that was not in this life of the run."""
 
     @property
     def length(self) -> int:

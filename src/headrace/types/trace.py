@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from headrace.types.episode import EpisodeKey
+
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Something a lane did between two moments of the machine's clock. Written as an array: a run has many.
 
     >>> msgspec.json.encode(Span(lane="engine", name="generate", start_s=1.5, end_s=2.0))
-    b'["engine","generate",1.5,2.0,-1,""]'
+    b'["engine","generate",1.5,2.0,-1,null]'
     """
 
     lane: str
@@ -22,8 +24,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     end_s: float
     step: int = -1
     """The step or version it belongs to; −1 for none."""
-    of: str = ""
-    """The episode, as ``group.place``; empty for none."""
+    of: EpisodeKey | None = None
+    """The episode, if it is of one."""
 
 
 OnSpans = Callable[[Sequence[Span]], None]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.observe.trace import is_wait
+from headrace.types.episode import EpisodeKey
 from headrace.types.trace import Span
 
 Column = npt.NDArray[np.float64]
@@ -33,8 +34,8 @@ class _Kind:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
-    """Episodes, as ``group.place``; empty for none."""
+    owners: list[EpisodeKey | None] = field(default_factory=list)
+    """Their episodes."""
     columns: tuple[Column, Column, Places] | None = None
     """Starts and ends by start, and the order that sorts them; forgotten when spans come."""
     covered: tuple[Column, Column] | None = None
@@ -152,7 +153,7 @@ class LaneIndex:
             own = order[inside].tolist()
             part["spans"] = [starts_S[inside].tolist(), ends_S[inside].tolist()]
             part["steps"] = [kind.steps[place] for place in own]
-            part["of"] = [kind.owners[place] for place in own]
+            part["of"] = [str(kind.owners[place] or "") for place in own]
         else:
             part["bins"] = np.round(filled(kind.union(), edges_B), 3).tolist()
         return part

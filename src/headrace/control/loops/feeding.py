@@ -12,6 +12,7 @@ import numpy as np
 from headrace.control.board import LEARNER_MAY_TAKE_S
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
+from headrace.control.seen import Seen, look_at
 from headrace.control.state import RunState
 from headrace.errors import RunError
 from headrace.flow import TakenBatch
@@ -36,6 +37,8 @@ class Ordered:
 
     step: int
     groups: list[ScoredGroup]
+    seen: Seen
+    """What their episodes come to."""
     batch: Batch
     """With the loss of every token that could have carried one."""
     ages: dict[int, int]
@@ -106,6 +109,7 @@ class Feeder:
             await state.flow.flush()  # what is trained must be known to have been taken
         credits = state.parts.advantages(taken.groups)
         collated = collate(step, taken.groups, credits, state.parts.agents.adapters)
+        seen = look_at(taken.groups)  # now that they are in the processor's caches
         batch, untaught = without_untaught(collated)
         batch, stale = without_stale(batch, taken.oldest_version)
         ages, counts = np.unique(batch.ages(), return_counts=True)
@@ -123,6 +127,7 @@ class Feeder:
         return Ordered(
             step=step,
             groups=taken.groups,
+            seen=seen,
             batch=collated,
             masked={**num_untrained(taken.groups), **untaught, **stale},
             ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},

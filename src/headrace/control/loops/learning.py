@@ -84,6 +84,7 @@ class LearningLoop:
         self._free_since_s = clock.now()
         done = StepDone(
             groups=ordered.groups,
+            seen=ordered.seen,
             ordered_s=ordered.ordered_s,
             report=report,
             ages=ordered.ages,

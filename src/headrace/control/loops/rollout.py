@@ -153,7 +153,7 @@ class RolloutLoop:
         with self._state.board.asking("rollout", "an episode", of="engine or environment"):
             episode = await self._runner.run(key, group.task, withdrawal, begun)
         del group.running[place], self._attempted[key]
-        self._state.attempts.ended(key, start_s, self._state.parts.clock.now())
+        self._state.attempts.ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)
         await self._finished.put((group, episode))

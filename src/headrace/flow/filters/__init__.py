@@ -39,7 +39,8 @@ def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_
     left = group_size
     for place, each in enumerate(filters):
         name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"
-        if each.first is not None and any(before.first is not None for before in filters[:place]):
+        before = filters[:place]
+        if each in before or (each.first is not None and any(other.first is not None for other in before)):
             raise ConfigError(f"{name} stands twice in flow.filters", remedy="keep one of them")
         problem = each.problem(left, min_episodes)
         if problem is not None:
