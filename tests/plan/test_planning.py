@@ -135,7 +135,10 @@ def test_on_one_accelerator_engine_and_learner_take_turns(name: str) -> None:
     assert made.asked.outcome.max_age == 0
     words = " ".join(in_words(made, bound))
     assert "In turn: all 1 in turn" in words
-    assert 'Set flow.max_age = 0 and sync.interrupt = "sleep"' in words
+    assert 'To take turns, set flow.max_age = 0 and sync.interrupt = "sleep"' in words
+    set_so = {"flow": {**RUN["flow"], "max_age": 0}, "sync": {"interrupt": "sleep"}}
+    site = make_site(asked(**terms, **set_so), ClusterFile(cluster=Cluster(accelerator="H100", count=1)))
+    assert "The run is set to take turns" in " ".join(in_words(plan(site, RealClock()), bound))
     assert plan_png(made)[:4] == b"\x89PNG"
     with pytest.raises(ConfigError, match="take turns") as refused:
         plan(site, RealClock(), generation=1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from headrace.plan.search import ALIKE, Candidate, Found
 from headrace.plan.system import Site
 from headrace.types.observation import Account
+from headrace.types.weights import Interrupt
 
 CROWDED = 0.9
 """Of the controller's time: beyond it, everything else waits for it."""
@@ -69,7 +70,7 @@ def _told(site: Site, each: Candidate, bound: Bound) -> str:
 
 def _asynchrony(found: Found, bound: Bound) -> str:
     if not found.site.fit.beside:
-        return "Asynchrony needs accelerators for both sides: here they take turns."
+        return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
     fresh, other = found.synchronous, found.asked
     if other.choice.flow.greatest_age == 0:
         other, whose = found.best, "the best asynchronous run"
@@ -117,9 +118,12 @@ def _changes(found: Found) -> list[str]:
 
 
 def _how_to_take_turns(found: Found) -> str:
-    asked, best = found.asked, found.best
-    sets = 'Set flow.max_age = 0 and sync.interrupt = "sleep"'
-    gain, batch = best.tok_s / asked.tok_s - 1, best.choice.flow.groups_per_step
+    asked, turns, best = found.site.asked, found.asked, found.best
+    missing = ["flow.max_age = 0"] if asked.flow.greatest_age else []
+    if asked.sync.interrupt is not Interrupt.SLEEP:
+        missing.append('sync.interrupt = "sleep"')
+    sets = f"To take turns, set {' and '.join(missing)}" if missing else "The run is set to take turns"
+    gain, batch = best.tok_s / turns.tok_s - 1, best.choice.flow.groups_per_step
     if gain <= ALIKE:
         return f"{sets}; no other batch that was tried is faster."
     return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
