@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import visible
+from headrace.observe.document import document
 from headrace.observe.rundata import RunData
 from headrace.observe.verdict import Verdict
 from headrace.observe.words import duration, number
@@ -42,7 +43,7 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
         _details("Every number of the summary", _pairs(run.summary, skip=_SHOWN_ABOVE)),
         _details("Configuration", _json(run.config)),
     ]
-    return _SHELL.format(title=_text(f"{name} · headrace"), style=_STYLE, body="\n".join(filter(None, parts)))
+    return document(_text(f"{name} · headrace"), "\n".join(filter(None, parts)), _STYLE)
 
 
 def _verdict(verdict: Verdict | None) -> str:
@@ -188,35 +189,9 @@ def _text(text: str) -> str:
     return html.escape(visible(text, _LONGEST), quote=True)
 
 
-_SHELL = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
 _STYLE = """
-:root { --paper: #f4f6f8; --card: #ffffff; --ink: #1b2330; --faint: #5b6675; --line: #dfe4ea; --mark: #0072B2; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #0f1319; --card: #171c24; --ink: #e8ecf1; --faint: #9aa7b6; --line: #2b3440; --mark: #4ba3e3; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 32px 20px 64px; }
 h1 { margin: 0 0 12px; font-size: 30px; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 0 0 4px; font-size: 19px; }
-.brand { margin: 0; color: var(--mark); font-weight: 700; letter-spacing: .04em; }
 .verdict { margin: 0 0 24px; padding: 14px 18px; background: var(--card); border-left: 5px solid var(--mark);
   border-radius: 8px; font-size: 17px; }
 .verdict b { text-transform: uppercase; font-size: 14px; letter-spacing: .05em; color: var(--mark); margin-right: 6px; }
@@ -227,8 +202,7 @@ h2 { margin: 0 0 4px; font-size: 19px; }
 .cards div, figure, section, details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 .cards div { padding: 12px 16px; }
 dt { color: var(--faint); font-size: 14px; }
-dd { margin: 0; font-size: 23px; font-weight: 650; font-variant-numeric: tabular-nums; }
-dd small { display: block; color: var(--faint); font-size: 13px; font-weight: 400; }
+dd { font-size: 23px; }
 figure { margin: 0 0 20px; padding: 14px 16px; }
 img { display: block; width: 100%; height: auto; }
 figcaption { margin-top: 8px; color: var(--faint); font-size: 14px; }
@@ -236,15 +210,11 @@ section, details { padding: 16px 20px; margin: 0 0 20px; }
 section p { margin: 0 0 12px; color: var(--faint); font-size: 14px; }
 summary { cursor: pointer; font-weight: 650; }
 details > :not(summary) { margin-top: 12px; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: 15px; }
-th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); text-align: right; }
 th[scope=row], thead td { text-align: left; font-weight: 400; overflow-wrap: anywhere; }
 thead th { color: var(--faint); font-weight: 600; }
 tfoot th, tfoot td { border-bottom: 0; font-weight: 650; }
 tfoot th[scope=row] { font-weight: 650; }
 details td { overflow-wrap: anywhere; }
 pre { overflow: auto; max-height: 480px; font-size: 13px; }
-:focus-visible { outline: 3px solid var(--mark); outline-offset: 2px; }
 @media print { details { break-inside: avoid; } figure { break-inside: avoid; } }
 """
