@@ -73,11 +73,26 @@ def test_an_engine_that_stands_still_ends_the_run_after_the_stall_timeout(tmp_pa
 
 @pytest.mark.slow
 def test_a_reward_function_that_kills_its_worker_every_time_ends_the_run(tmp_path: Path, model_dir: Path) -> None:
-    words = ended(a_run(tmp_path, model_dir, "import os\ndef reward(completion): os._exit(3)"))
+    patient = {"max_failed_groups": 100}
+    words = ended(a_run(tmp_path, model_dir, "import os\ndef reward(completion): os._exit(3)", flow=patient))
     assert_told(
         words,
         r"8 scoring workers died one after the other; the last: scorer-\d+ \(pid \d+\) ended with exit code 3",
         "the reward function kills its process: look at logs/",
+        r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
+    )
+
+
+@pytest.mark.slow
+def test_groups_that_all_fail_because_the_reward_function_kills_its_worker_end_the_run(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    words = ended(a_run(tmp_path, model_dir, "import os\ndef reward(completion): os._exit(3)"))
+    assert_told(
+        words,
+        "2 groups in a row were dropped because their episodes failed; the last: reward_crashed: the process that "
+        "computed it died, alone too",
+        "mend the environment or the reward function .*--resume",
         r"learner +waits \d+ s for a batch of 2 scored groups, which scoring brings",
     )
 
