@@ -21,7 +21,7 @@ def test_each_hostile_reward_is_counted_for_what_it_did_and_the_others_are_score
     before = {process.pid for process in psutil.process_iter()}
     quick = [deed for deed in DEEDS if CAUSES.get(deed) != "reward_crashed" and deed not in EITHER]
     deeds = [*quick, "quit", "accuse", "everybody", "daemon", "fork", "eat", "fine 1", "fine 2"]
-    counted = judged(tmp_path, deeds, timeout_s=6)
+    counted = judged(tmp_path, deeds, timeout_s=10)
     assert counted.total() == len(deeds)
     assert counted[""] == 4
     here = psutil.Process()
