@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
@@ -28,11 +29,21 @@ def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
     asyncio.run(_serve(start, channel))
 
 
+def _hands(num: int) -> ThreadPoolExecutor:
+    """Threads that are all there: where one reward has started as many processes as it may, the others could start
+    none."""
+    hands = ThreadPoolExecutor(max_workers=num, thread_name_prefix="reward")
+    together = threading.Barrier(num)
+    for here in [hands.submit(together.wait) for _ in range(num)]:
+        here.result()
+    return hands
+
+
 async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     section: AnyReward = _SECTION.validate_python(start.reward)
-    hands = ThreadPoolExecutor(max_workers=min(section.concurrency, MAX_THREADS), thread_name_prefix="reward")
+    hands = _hands(min(section.concurrency, MAX_THREADS))
     room = asyncio.Semaphore(section.concurrency)
     reward = section.grader(hands)
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
