@@ -6,7 +6,7 @@
 The proposer is given a number and writes a second one, which makes a sum. Four solvers try that sum side by side; each
 earns 1 for the right answer. The proposer earns most where half of them are right: a sum that is neither too easy nor
 too hard; and less the more often its number was written lately, or it would soon write only a few (R-Zero's penalty of
-repetition, arXiv 2508.05004, section 3.2). Solvers are compared with solvers, and the proposer with proposers.
+repetition, arXiv 2508.05004). Solvers are compared with solvers, and the proposer with proposers.
 
 Held-out sums are given as they are, to one solver.
 """

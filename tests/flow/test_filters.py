@@ -237,6 +237,11 @@ def test_wrong_answers_are_drawn_evenly() -> None:
         ({"filters": [{"kind": "redundancy", "keep": 9}]}, "none would be redundant", "keep <= 7"),
         ({"filters": [{"kind": "redundancy", "keep": 1}]}, "every group would be dropped", "keep >= 2"),
         (
+            {"filters": ["zero_variance", "length", "zero_variance"]},
+            "flow.filters[2] 'zero_variance' stands twice",
+            "keep one",
+        ),
+        (
             {"filters": [{"kind": "redundancy", "keep": 6}, {"kind": "redundancy", "keep": 4}]},
             "flow.filters[1] 'redundancy' stands twice",
             "keep one",

@@ -48,6 +48,10 @@ DEEDS = """
                 until = time.thread_time() + float(detail)
                 while time.thread_time() < until:
                     pass
+            case "thread":  # as beside a fork bomb: from now on no thread can be started here
+                def refuse(self):
+                    raise RuntimeError("can't start new thread")
+                threading.Thread.start = refuse
             case "slow":
                 time.sleep(float(detail))
             case "together":  # stays until somebody else has come
@@ -72,6 +76,15 @@ def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) 
             assert await at.score("slow 0", "shout") == [ONE] * 2  # the replacement serves, whatever is printed
             assert len(at.children) == 2
             assert at.warnings == ["a reward has not returned for 1.5 s: its worker is replaced"]
+
+    asyncio.run(main())
+
+
+def test_a_reward_beside_which_no_thread_can_be_started_costs_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS) as at:
+            assert await at.score("thread") == [ONE]
+            assert await at.score(*["slow 0.5"] * 3) == [ONE] * 3
 
     asyncio.run(main())
 

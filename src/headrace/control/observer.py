@@ -28,7 +28,7 @@ class Observer(Protocol):
         ...
 
     def update(self, state: LiveState) -> None:
-        """The present moment, a few times a second."""
+        """The present moment, once a second."""
         ...
 
 

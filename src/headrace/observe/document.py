@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 
-def document(title: str, body: str, style: str) -> str:
+def document(title: str, body: str, style: str, *, pictures: bool = False) -> str:
     """A whole document, in which nothing can run and which asks nobody for anything. ``title`` and ``body`` are HTML;
-    ``style`` is what this kind of page adds to the common one.
+    ``style`` is what this kind of page adds to the common one, and ``pictures`` allows those that stand in it.
 
     >>> document("a run", "<h1>a run</h1>", "h1 { margin: 0; }").count("<h1>")
     1
     """
-    return _SHELL.format(title=title, style=_STYLE + style, body=body)
+    allowed = "img-src data:; " if pictures else ""
+    return _SHELL.format(title=title, style=_STYLE + style, body=body, allowed=allowed)
 
 
 _SHELL = """<!doctype html>
@@ -19,7 +20,7 @@ _SHELL = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; {allowed}style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>{style}</style>
 </head>

@@ -43,7 +43,7 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
         _details("Every number of the summary", _pairs(run.summary, skip=_SHOWN_ABOVE)),
         _details("Configuration", _json(run.config)),
     ]
-    return document(_text(f"{name} · headrace"), "\n".join(filter(None, parts)), _STYLE)
+    return document(_text(f"{name} · headrace"), "\n".join(filter(None, parts)), _STYLE, pictures=True)
 
 
 def _verdict(verdict: Verdict | None) -> str:

@@ -104,11 +104,11 @@ class Search:
         """All of it."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            asked = synchronous = self._try(self._turns())
+            asked = synchronous = self._try(self._shared())
             return self._found(began_s, self._better(asked, self._batches(asked.choice)), asked, synchronous)
         asked = self._best([self._asked(count) for count in self._splits()])
         best = self._best([self._asked(count).but(**_aged(age)) for count in self._splits() for age in AGES])
-        in_turn = [self._turns()] if self.site.fit.turn_tokens else []
+        in_turn = [self._shared()] if self.site.fit.shared_tokens else []
         best = self._better(best, in_turn)
         if not best.choice.shared:
             best = self._better(best, self._finer(best.choice))
@@ -124,7 +124,7 @@ class Search:
         """What is asked for and its synchronous counterpart only."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            turns = self._try(self._turns())
+            turns = self._try(self._shared())
             return self._found(began_s, turns, turns, turns)
         asked = self._best([self._asked(count) for count in self._splits()])
         fresh = self._best([self._asked(count).but(**_FRESH) for count in self._splits()])
@@ -160,7 +160,7 @@ class Search:
             transport=asked.sync.transport,
         )
 
-    def _turns(self) -> Choice:
+    def _shared(self) -> Choice:
         """All accelerators in turn: what is generated is trained at once."""
         choice = self._asked(self.site.cluster.count).but(**_FRESH)
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)

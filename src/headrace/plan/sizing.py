@@ -73,7 +73,7 @@ class Fit:
     """On each rank of the learner."""
     least_learner: int
     """Accelerators that the learner needs at least."""
-    turn_tokens: float = 0.0
+    shared_tokens: float = 0.0
     """That one engine can keep where it generates on accelerators that train, too, in turn; 0 where both do not fit."""
 
     @property
@@ -86,7 +86,7 @@ class Fit:
             return (
                 f"engines and learner do not fit side by side and take turns: on each accelerator weights, gradients "
                 f"and optimizer share with an engine of {self.ways} ({self.engine_bytes / GB:,.1f} GB of weights), "
-                f"which has room for {self.turn_tokens:,.0f} tokens while it generates"
+                f"which has room for {self.shared_tokens:,.0f} tokens while it generates"
             )
         return (
             f"an engine takes {self.ways} accelerator{'s' if self.ways > 1 else ''} ({self.engine_bytes / GB:,.1f} GB "
@@ -110,12 +110,12 @@ def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
 def _fit(asked: Asked, cluster: Cluster, longest: float) -> Fit | None:
     made = _laid(asked, cluster, longest)
     if _holds(made, cluster):
-        return replace(made, turn_tokens=_turn_tokens(asked, cluster, made.ways, longest))
+        return replace(made, shared_tokens=_shared_tokens(asked, cluster, made.ways, longest))
     ways = 1
     while ways <= min(cluster.per_node, cluster.count):
-        tokens = _turn_tokens(asked, cluster, ways, longest)
+        tokens = _shared_tokens(asked, cluster, ways, longest)
         if tokens:
-            return replace(made, ways=ways, cache_tokens=0.0, turn_tokens=tokens, least_learner=cluster.count)
+            return replace(made, ways=ways, cache_tokens=0.0, shared_tokens=tokens, least_learner=cluster.count)
         ways *= 2
     return None
 
@@ -140,7 +140,7 @@ def _holds(made: Fit, cluster: Cluster) -> bool:
     return bool(made.ways and made.least_learner) and made.ways + made.least_learner <= cluster.count
 
 
-def _turn_tokens(asked: Asked, cluster: Cluster, ways: int, longest: float) -> float:
+def _shared_tokens(asked: Asked, cluster: Cluster, ways: int, longest: float) -> float:
     """What an engine of ``ways`` accelerators can keep beside their shares of the learner; 0 where that is less than
     one sequence, or leaves no room for a pass of the learner while the engine sleeps."""
     room = (_usable(cluster) - learner_bytes(asked) / cluster.count) * ways - _engine_bytes(asked)

@@ -113,7 +113,7 @@ class Site:
             engine=self.engine_cost(),
             num_engines=max(1, makers // self.fit.ways),
             max_sequences=self.asked.engine.max_sequences,
-            cache_tokens=self.fit.turn_tokens if choice.shared else self.fit.cache_tokens,
+            cache_tokens=self.fit.shared_tokens if choice.shared else self.fit.cache_tokens,
             max_new_tokens=float(self.asked.engine.max_new_tokens),
             learner=self._learner_cost(trainers),
             sync=self._sync_cost(choice, trainers),

@@ -183,7 +183,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveState(msgspec.Struct, frozen=True, kw_only=True):
-    """The present moment, for a view that is drawn a few times a second."""
+    """The present moment, for a view that is drawn once a second."""
 
     steps_done: int
     """Optimizer steps of the whole run so far."""

@@ -20,6 +20,8 @@ from headrace.types.messages.scorer import Message, Score, Shutdown
 _SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
+START_S = 30.0
+"""How long its threads may take to come."""
 MAX_THREADS = 16
 """Calls of a sync function at once: some wait for others, so several; all that compute share one lock, so few."""
 
@@ -33,7 +35,7 @@ def _hands(num: int) -> ThreadPoolExecutor:
     """Threads that are all there: where one reward has started as many processes as it may, the others could start
     none."""
     hands = ThreadPoolExecutor(max_workers=num, thread_name_prefix="reward")
-    together = threading.Barrier(num)
+    together = threading.Barrier(num, timeout=START_S)  # where one cannot be started, the others do not wait for ever
     for here in [hands.submit(together.wait) for _ in range(num)]:
         here.result()
     return hands
