@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 RUN_TOKEN = "HEADRACE_RUN_TOKEN"
 
@@ -83,11 +84,13 @@ def become_engine() -> None:
 def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of a program that a run starts for an episode: ``variables``, and nothing of the run's own.
 
-    Its ``python`` is the one that runs the run. What it asks of this machine goes through no proxy.
+    Its ``python`` is the one that runs the run. What it asks of this machine, and of the run, goes through no proxy.
     """
     hidden = (RUN_TOKEN, "ANTHROPIC_AUTH_TOKEN")  # a client would send that one, too
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    direct = ",".join(filter(None, ["127.0.0.1", "localhost", inherited.get("NO_PROXY") or inherited.get("no_proxy")]))
+    run = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
+    own = dict.fromkeys(["127.0.0.1", "localhost", run, inherited.get("NO_PROXY") or inherited.get("no_proxy")])
+    direct = ",".join(filter(None, own))
     path = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), inherited.get("PATH")]))
     return {**inherited, "PATH": path, "NO_PROXY": direct, "no_proxy": direct, **variables}
 

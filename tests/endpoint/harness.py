@@ -20,7 +20,7 @@ from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import Conversations
 from headrace.rollout.conversations import Limits as Budgets
-from headrace.rollout.endpoint import Access, Endpoint, Limits
+from headrace.rollout.endpoint import Access, At, Endpoint, Limits
 from headrace.types.chat import Message, Tool
 from headrace.types.episode import Episode, EpisodeKey, StopReason, Turn
 from headrace.types.sampling import Sampling
@@ -175,13 +175,19 @@ class World:
 
 @asynccontextmanager
 async def world(
-    answer: Callable[[str], str] = calling, *, limits: Limits | None = None, budgets: Budgets | None = None
+    answer: Callable[[str], str] = calling,
+    *,
+    limits: Limits | None = None,
+    budgets: Budgets | None = None,
+    at: At | None = None,
 ) -> AsyncIterator[World]:
     """In which every wait has an end."""
     warnings: list[str] = []
     async with (
         asyncio.timeout(60),
-        Endpoint.listening(SAMPLING, clock=RealClock(), warn=warnings.append, limits=limits) as endpoint,
+        Endpoint.listening(
+            SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(limits=limits or Limits())
+        ) as endpoint,
     ):
         yield World(endpoint=endpoint, engine=ScriptedEngine(answer), warnings=warnings, budgets=budgets or Budgets())
 

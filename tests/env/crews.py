@@ -11,14 +11,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import EpisodeError
-from headrace.launch.child import Child, Errand, Site
+from headrace.launch.child import Child, Errand, Site, Starter
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
+from headrace.launch.config import LaunchConfig
 from headrace.launch.here import Here
+from headrace.launch.joining.door import Door, StartWorker, opened_door
+from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import UNLIMITED, Conversations, Limits
 from headrace.types.task import Task
@@ -39,6 +43,10 @@ class Crew:
     warnings: list[str] = field(default_factory=list)
     talks: list[Conversations] = field(default_factory=list)
     """Of the episodes, in the order they were asked for."""
+    events: list[str] = field(default_factory=list)
+    """What the door had to say."""
+    invitation: Path = Path()
+    """To join."""
 
     async def run(self, *deeds: str, timeout_s: float | None = None) -> list[Any]:
         """One episode of each row ``{"deed": ...}``, all at once: its reward, or the reason for which it failed."""
@@ -69,11 +77,28 @@ def task(deed: str) -> Task:
 
 
 @asynccontextmanager
+async def _at_work(
+    pool: EnvPool, door: Door | None, start: EnvironmentStart, start_worker: StartWorker
+) -> AsyncIterator[asyncio.Task[None]]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(pool.keep())]
+        if door is not None:
+            tasks.append(group.create_task(door.admit(pool, start, start_worker)))
+        if pool.keeps_some_here:
+            await pool.started()
+        yield tasks[0]
+        for task in tasks:
+            task.cancel()
+
+
+@asynccontextmanager
 async def crew(
     directory: Path, code: str, entry: str, *, keep: Keep | None = None, **terms: Any
 ) -> AsyncIterator[Crew]:
-    """Workers of ``entry`` in a file with this ``code``; they do not outlive the body."""
+    """Workers of ``entry`` in a file with this ``code``; they do not outlive the body. ``join``: where others may bring
+    more."""
     (directory / "my_env.py").write_text(textwrap.dedent(code))
+    join = terms.pop("join", "")
     settled = EnvTerms(
         **{"num_workers": 1, "concurrency": 64, "block_s": 30.0, "start_timeout_s": 60.0, "scored": False, **terms}
     )
@@ -90,21 +115,27 @@ async def crew(
         warnings: list[str] = []
         numbers = itertools.count()
 
-        async def start_worker() -> Child:
+        async def start_worker(start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
             errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
-            child = await Child.start(site, errand, Here())
+            child = await Child.start(site, errand, elsewhere or Here())
             children.append(child)
             return child
 
-        pool = EnvPool(start_worker, settled, warn=warnings.append)
+        pool = EnvPool(partial(start_worker, start), settled, warn=warnings.append)
+        events: list[str] = []
+        order: Any = SimpleNamespace(
+            launch=LaunchConfig(join=join, start_timeout_s=settled.start_timeout_s),
+            run_dir=directory,
+            on_event=lambda event: events.append(event.text),
+        )
         try:
-            async with asyncio.TaskGroup() as group:
-                keeping = group.create_task(pool.keep())
-                await pool.started()
-                yield Crew(pool=pool, keeping=keeping, children=children, warnings=warnings)
-                keeping.cancel()
+            async with opened_door(order, site) as door, _at_work(pool, door, start, start_worker) as keeping:
+                yield Crew(
+                    pool=pool, keeping=keeping, children=children, warnings=warnings, events=events,
+                    invitation=directory / INVITATION_FILE,
+                )  # fmt: skip
         finally:
             await asyncio.gather(*(child.kill() for child in children))
             for child in children:

@@ -34,7 +34,7 @@ import json, os
 task = json.load(open(os.environ["HEADRACE_TASK"]))
 assert os.environ["OPENAI_BASE_URL"] == "http://here/v1", os.environ
 assert "HEADRACE_RUN_TOKEN" not in os.environ
-assert os.environ["NO_PROXY"].startswith("127.0.0.1,")
+assert os.environ["NO_PROXY"].startswith("127.0.0.1,localhost,here")
 open("left_behind", "w").write("x")
 print("some words")
 print(json.dumps({"reward": task["answer"] / 8, "where": os.getcwd()}))

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,11 @@ from headrace.clock import run_virtual
 from headrace.errors import ConfigError, DeadlineError, RunError
 from headrace.launch.child import Child, Errand, Site
 from headrace.launch.config import LaunchConfig, RayConfig, Share
-from headrace.launch.ray import cluster, far, keeper, starter
-from headrace.launch.ray.cluster import Broken, Lost, Node, bundle
+from headrace.launch.far.keeper import Keeper
+from headrace.launch.far.paths import paths_of
+from headrace.launch.far.process import Broken, FarProcess, Lost
+from headrace.launch.ray import cluster, starter
+from headrace.launch.ray.cluster import Node, bundle
 from headrace.launch.ray.fit import devices_of
 from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.scoring import FunctionReward
@@ -122,7 +126,7 @@ def test_what_ray_says_of_a_lost_actor_is_told_in_a_few_words(said: str, told: s
 class Seat:
     """An actor that stands in this process: it is the real keeper."""
 
-    keeper: keeper.Keeper = field(default_factory=keeper.Keeper)
+    keeper: Keeper = field(default_factory=partial(Keeper, HERE))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: BaseException | None = None
     tasks: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -146,13 +150,6 @@ class Seat:
             return work.result()
         work.cancel()
         raise Lost("was lost with its node")
-
-    async def ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        return await self.settled(self.call(method, *arguments), timeout_s)
-
-    async def settled(self, answer: asyncio.Future[Any], timeout_s: float) -> Any:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(answer)
 
     async def leave(self) -> None:
         """What the end of its process would do."""
@@ -181,8 +178,7 @@ class Seats:
     seats: list[Seat]
     taken: list[Seat] = field(default_factory=list)
 
-    def keeper(self, kind: type, name: str, share: Share, room: object) -> Seat:
-        assert kind is keeper.Keeper
+    def keeper(self, name: str, share: Share, room: object) -> Seat:
         self.taken.append(self.seats.pop(0))
         return self.taken[-1]
 
@@ -195,9 +191,7 @@ class Seats:
 
 @pytest.fixture(autouse=True)
 def _one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "own_address", lambda: HERE)
     monkeypatch.setattr(starter, "own_address", lambda: HERE)
-    monkeypatch.setattr(far, "misfortune", lambda error: error)
 
 
 def launcher(run_dir: Path, seats: Seats, timeout_s: float = 30.0) -> starter.RayStarter:
@@ -330,12 +324,12 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
         snapshot="", route=Route(transport="http"), num_threads=1,
     )  # fmt: skip
 
-    class Elsewhere(keeper.Keeper):
+    class Elsewhere(Keeper):
         def look(self, asked: bytes) -> bytes:
             (tmp_path / "mark").unlink()
             return super().look(asked)
 
-    error = refusal(tmp_path, Seat(keeper=Elsewhere()), start, of={"name": "learner"})
+    error = refusal(tmp_path, Seat(keeper=Elsewhere(HERE)), start, of={"name": "learner"})
     assert f"run.dir={str(tmp_path)!r} of node {HERE}, where learner is to run, is not the one of" in error.problem
 
 
@@ -355,11 +349,11 @@ def test_a_process_that_is_ended_counts_as_gone_even_where_the_cluster_never_say
             pass
 
     async def main() -> None:
-        process = far.FarProcess(Mute(), 7, "10.0.0.2", kept=False)  # type: ignore[arg-type]
+        process = FarProcess(Mute(), 7, "10.0.0.2", kept=False)  # type: ignore[arg-type]
         assert process.returncode is None
         await process.kill()
         assert (await process.wait(), process.ending()) == (
-            -signal.SIGKILL, "was ended, and the cluster does not say that it is gone",
+            -signal.SIGKILL, "was ended, and its machine does not say that it is gone",
         )  # fmt: skip
 
     run_virtual(main())
@@ -372,7 +366,7 @@ def test_a_process_that_is_ended_counts_as_gone_even_where_the_cluster_never_say
 def test_files_of_an_environment_have_to_be_on_its_node(tmp_path: Path, entry: str, expected: list[str]) -> None:
     (tmp_path / "env.py").touch()
     start = EnvironmentStart(kind="env", entry=entry.format(tmp_path), concurrency=1, block_s=1.0)
-    assert list(starter.paths_of(start).values()) == [path.format(tmp_path) for path in expected]
+    assert list(paths_of(start).values()) == [path.format(tmp_path) for path in expected]
 
 
 def test_spans_of_another_clock_are_moved_to_ours() -> None:

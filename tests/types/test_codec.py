@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from headrace.types.batch import Batch
 from headrace.types.episode import StopReason
-from headrace.types.messages import controller, engine, learner, scorer
+from headrace.types.messages import controller, engine, environment, learner, node, scorer
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.controller import Chunk, Chunks, EngineStats, LogprobsAre, Ready, Scored
 from headrace.types.messages.engine import Generate, GenerateRequest, Stage
@@ -24,7 +24,7 @@ from headrace.types.trace import Span
 from headrace.types.weights import Manifest, TensorEntry, WeightUpdate
 
 REFUSED = (msgspec.DecodeError, msgspec.ValidationError)
-RECEIVERS = (controller, engine, learner, scorer)
+RECEIVERS = (controller, engine, environment, learner, node, scorer)
 IDS = np.array([1, 2, 3], np.int32)
 BATCH = Batch(
     step=3,

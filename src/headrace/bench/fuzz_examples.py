@@ -76,6 +76,8 @@ def _many(origin: Any, arguments: tuple[Any, ...], rng: random.Random, name: str
 def _plain(kind: Any, rng: random.Random) -> Any:
     if kind is bool:
         return rng.random() < 0.5
+    if kind is bytes:
+        return rng.randbytes(rng.randrange(9))
     if kind is int:
         return rng.choice((0, 1, 7, 2**31 - 1))
     if kind is float:

@@ -29,7 +29,7 @@ from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_lear
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
 from headrace.types.episode import Episode, EpisodeKey, Turn
 from headrace.types.group import GroupState
-from headrace.types.messages import controller, engine, environment, learner, scorer
+from headrace.types.messages import controller, engine, environment, learner, node, scorer
 from headrace.types.messages.codec import Codec
 from headrace.types.scored import Learned
 
@@ -37,7 +37,19 @@ EXAMPLES = 8
 """Of each kind of message."""
 LEDGER_LIFE = 500
 """Inputs after which a ledger is begun anew: what was taken stays in it."""
-RECEIVERS = (controller, engine, learner, scorer, environment)
+MESSAGES = {
+    "messages to the controller": controller.Message,
+    "messages to the engine": engine.Message,
+    "messages to the learner": learner.Message,
+    "messages to the scorer": scorer.Message,
+    "messages to the environment": environment.Message,
+    "messages to a machine that has joined": node.Message,
+    "knocks of machines that want to": node.Knock,
+    "the answers": node.AtTheDoor,
+}
+"""What travels between processes, by whom it reaches."""
+MESSAGES_SHARE = 0.65
+"""Of all inputs."""
 
 Read = Callable[[bytes], bool]
 Changed = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
@@ -61,7 +73,7 @@ def formats(scratch: Path) -> list[Format]:
     """All that need no server; ``scratch`` is a folder to work in."""
     rng = random.Random(0)
     return [
-        *(_messages(receiver, rng) for receiver in RECEIVERS),
+        *(_messages(name, kinds, rng) for name, kinds in MESSAGES.items()),
         _operations(rng),
         _turns(rng),
         _bundles(rng),
@@ -99,14 +111,13 @@ def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], R
     return of
 
 
-def _messages(receiver: Any, rng: random.Random) -> Format:
-    codec = Codec(receiver.Message)
-    kinds = typing.get_args(receiver.Message)
+def _messages(name: str, receives: Any, rng: random.Random) -> Format:
+    codec = Codec(receives)
+    kinds = typing.get_args(receives) or (receives,)
     seeds = [codec.encode(message) for kind in kinds for message in sound(kind, rng)]
-    name = receiver.__name__.rpartition(".")[2]
     return Format(
-        name=f"messages to the {name}",
-        share=0.13,
+        name=name,
+        share=MESSAGES_SHARE / len(MESSAGES),
         seeds=seeds,
         change=changed_msgpack,
         read=refuses(msgspec.MsgspecError)(codec.decode),

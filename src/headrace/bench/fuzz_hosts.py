@@ -18,7 +18,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EnginePolicy
 from headrace.rollout import Limits as Budgets
-from headrace.rollout.endpoint import Endpoint, Limits
+from headrace.rollout.endpoint import At, Endpoint, Limits
 from headrace.sync.http import HttpInbox
 from headrace.types.episode import EpisodeKey, StopReason
 from headrace.types.sampling import Sampling
@@ -58,7 +58,7 @@ async def sessions() -> None:
     parrot: Any = _Parrot([*tokenizer.encode('Hm.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'), end])
     limits = Limits(delay_s=0.0, patience=1 << 30, max_body_bytes=1 << 16, body_timeout_s=5.0, idle_timeout_s=5)
     async with (
-        Endpoint.listening(sampling, clock=RealClock(), warn=lambda _: None, limits=limits) as endpoint,
+        Endpoint.listening(sampling, clock=RealClock(), warn=lambda _: None, at=At(limits=limits)) as endpoint,
         AsyncExitStack() as open_sessions,
     ):
         keys = []

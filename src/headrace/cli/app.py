@@ -14,6 +14,7 @@ from headrace.cli import (
     demo,
     evaluate,
     export,
+    join,
     ledger,
     plan,
     recipes,
@@ -43,6 +44,7 @@ app.command("export")(export.export)
 app.command("serve")(serve.serve)
 app.command("view")(view.view)
 app.command("report")(report.report)
+app.command("join")(join.join)
 app.command("status")(status.status)
 app.command("watch")(watch.watch)
 app.command("trace")(trace.trace)

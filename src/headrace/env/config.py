@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.tls import refuse_half
 from headrace.env.agents import RESERVED, AgentConfig
 from headrace.env.curriculum import CurriculumConfig
 from headrace.errors import ConfigError
@@ -66,8 +67,16 @@ class EnvConfig(Section):
     agents: tuple[AgentConfig, ...] = ()
     """Who answers under which name, a table ``[[env.agents]]`` for each: the policy under training, the weights that
     the run begins with, an adapter, another model. Empty: every name is the policy under training."""
-    workers: int = Field(default=1, ge=1)
-    """Processes that environments run in."""
+    workers: int = Field(default=1, ge=0)
+    """Processes that environments run in; those of machines that join come on top (``launch.join``). 0, only with
+    ``launch.join``: none here."""
+    host: str = ""
+    """Address of this machine at which programs and ``policy.base_url`` reach their episodes; unset: 127.0.0.1, and
+    where workers may be on other machines the address by which those reach this one. Each episode has a key."""
+    tls_certificate: str = ""
+    """A PEM file: they do so over https. Their clients have to trust it (``SSL_CERT_FILE``); unset: in clear text."""
+    tls_key: str = ""
+    """The key of that certificate, without a password."""
     concurrency: int | None = Field(default=None, ge=1)
     """Episodes at once in each worker. Of sync environments as many threads run; they share one interpreter. Unset:
     256, and of programs 32, each of which is a process of its own."""
@@ -131,6 +140,17 @@ class EnvConfig(Section):
                 concurrency=self.reward_concurrency,
             ),
         )
+
+    @model_validator(mode="after")
+    def _programs_can_reach_it(self) -> Self:
+        refuse_half("env", self.tls_certificate, self.tls_key)
+        given = [name for name in ("host", "tls_certificate") if self.model_dump(include={name})[name]]
+        if given and self.kind not in ("rollout", "program", "bridge"):
+            raise ConfigError(
+                f"env.{given[0]} is set, and with env.kind={self.kind!r} no program reaches an episode",
+                remedy=f"leave env.{given[0]} out, or set env.kind = 'rollout' or 'program'",
+            )
+        return self
 
     @model_validator(mode="after")
     def _rewards_add_up(self) -> Self:

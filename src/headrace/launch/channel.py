@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ HEARTBEAT_S = 5
 """How often each end of a connection between machines shows that it is there."""
 SILENCE_S = 60
 """A connection between machines on which nothing was heard for so long is broken."""
+TOLD_S = 2
+"""How long a message waits for a connection that may be broken."""
 _BROKEN = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -66,13 +69,17 @@ class PartChannel:
     """A part's end: blocking, for a plain loop. Where the controller is on another machine and cannot be reached,
     :class:`~headrace.errors.RunError`."""
 
-    def __init__(self, ends: Ends, receives: Any) -> None:
+    def __init__(self, ends: Ends, receives: Any, on_broken: Callable[[], object] | None = None) -> None:
+        """``on_broken`` is called, in another thread, where a connection to another machine breaks, and :meth:`send`
+        raises ``zmq.Again`` from then on; unset: this process ends at once, with whatever it has started."""
         self._codec = Codec(receives)
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
         self._reports = _socket(self._context, zmq.PUSH)
-        self._far = _Connections(ends, self._orders, self._reports) if ends.key else None
+        self._far = _Connections(ends, self._orders, self._reports, on_broken) if ends.key else None
         self._sending = threading.Lock()
+        if on_broken is not None:
+            self._reports.setsockopt(zmq.SNDTIMEO, TOLD_S * 1000)
         if self._far is None:
             self._orders.bind(ends.orders)
             self._reports.connect(ends.reports)
@@ -125,6 +132,7 @@ class ControllerChannel:
         self._reports = _socket(self._context, zmq.PULL)
         self._reports_now: zmq.Socket[bytes] = zmq.Socket.shadow(self._reports)
         self._unsent: deque[bytes] = deque()
+        self._monitor: Any = None
         self._may_wait = MAX_QUEUED if host else 0  # a socket that binds holds nothing for whoever is not there
         try:
             self.ends = self._bound(host) if host else self._met(directory)
@@ -157,8 +165,18 @@ class ControllerChannel:
         self._flush()
         return messages
 
+    async def broken(self) -> None:
+        """Wait until somebody's connection from another machine has broken: that of the part, or of one that had no
+        key."""
+        if self._monitor is None:
+            self._monitor = self._reports.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await self._monitor.recv_multipart()
+
     def close(self) -> None:
         """Close at once."""
+        if self._monitor is not None:
+            self._reports.disable_monitor()
+            self._monitor.close(0)
         self._orders.close(0)
         self._reports.close(0)
         self._context.term()
@@ -170,15 +188,13 @@ class ControllerChannel:
         return ends
 
     def _bound(self, host: str) -> Ends:
-        public, secret = zmq.curve_keypair()
+        key = guarded(self._orders, self._reports)
         addresses: list[str] = []
         for socket in (self._orders, self._reports):
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            _between_machines(socket)
-            socket.bind(f"tcp://{host}:*")
+            socket.setsockopt(zmq.IPV6, int(":" in host))
+            socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
             addresses.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
-        return Ends(orders=addresses[0], reports=addresses[1], key=public.decode())
+        return Ends(orders=addresses[0], reports=addresses[1], key=key)
 
     def _flush(self) -> None:
         while self._unsent:
@@ -197,19 +213,43 @@ class ControllerChannel:
             ) from error
 
 
-class _Connections:
-    """The two connections of a part to a controller on another machine, made once. When one of them breaks, the part
-    ends at once, with whatever it has started."""
+def guarded(*sockets: Any, max_bytes: int | None = None) -> str:
+    """Have sockets that will be bound talk to nobody but those who know the key, which is returned. A message has at
+    most ``max_bytes``; unset: as many as any may have."""
+    public, secret = zmq.curve_keypair()
+    for socket in sockets:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        _between_machines(socket, max_bytes or MAX_BYTES)
+    return public.decode()
 
-    def __init__(self, ends: Ends, orders: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> None:
+
+def admitted(socket: Any, address: str, key: str) -> None:
+    """Have a socket that will be connected to ``address`` prove that it knows that key. Its connection is made once."""
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    _between_machines(socket, MAX_BYTES)
+
+
+class _Connections:
+    """The two connections of a part to a controller on another machine, made once. What happens when one of them
+    breaks its owner says; else the part ends at once, with whatever it has started."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        orders: zmq.Socket[bytes],
+        reports: zmq.Socket[bytes],
+        on_broken: Callable[[], object] | None,
+    ) -> None:
         self._addresses = {ends.orders: orders, ends.reports: reports}
-        for socket in self._addresses.values():
-            public, secret = zmq.curve_keypair()
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, ends.key.encode())
-            socket.setsockopt(zmq.RECONNECT_IVL, -1)
-            _between_machines(socket)
+        self._on_broken = on_broken or _end_all
+        for address, socket in self._addresses.items():
+            admitted(socket, address, ends.key)
         self._monitors = [socket.get_monitor_socket(_WATCHED) for socket in self._addresses.values()]
         self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
 
@@ -248,7 +288,7 @@ class _Connections:
             poller.register(monitor, zmq.POLLIN)
         events = [_event(monitor) for monitor, _ in poller.poll()]
         if zmq.EVENT_MONITOR_STOPPED not in events:
-            _end_all()
+            self._on_broken()
 
 
 def _event(monitor: zmq.Socket[bytes]) -> int:
@@ -269,8 +309,8 @@ def _socket(context: Any, kind: int) -> Any:
     return socket
 
 
-def _between_machines(socket: Any) -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+def _between_machines(socket: Any, max_bytes: int) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_S * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_S * 1000)
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_S * 1000)

@@ -1,8 +1,8 @@
 """One process of a run, and who starts such processes.
 
 Child        a process as the run sees it: its peer, its log, its end in words
-  Process    the process itself, wherever it runs: a subprocess here (here.py), or kept by an actor on a node
-             of a cluster (ray/far.py)
+  Process    the process itself, wherever it runs: a subprocess here (here.py), or kept on another machine
+             (far/process.py)
 Starter      starts processes: which machine, which sockets
 """
 
@@ -115,6 +115,11 @@ class Process(Protocol):
 
 class Starter(Protocol):
     """Starts processes of a run."""
+
+    @property
+    def home(self) -> str:
+        """The address of this machine, as its processes reach it."""
+        ...
 
     async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
         """The process, which has not loaded anything yet, and the peer that speaks with it.

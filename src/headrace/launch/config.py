@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace.config import Section
 from headrace.errors import ConfigError
+from headrace.launch.joining.invitation import host_and_port
 
 Amount = Annotated[float, Field(ge=0)]
 
@@ -88,6 +90,9 @@ class LaunchConfig(Section):
     """Whether a part that waits lends its cores to those that compute: an engine its own while it has nothing to
     sample, the learner its own until the next batch. Each borrows only while it measures a gain. Only between
     processors of one machine; a run that lends cannot be replayed bit for bit."""
+    join: str = ""
+    """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
+    ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for a part to load its model and report; and, before that, for room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
@@ -99,6 +104,30 @@ class LaunchConfig(Section):
     engine_silence_s: float = Field(default=60.0, gt=0)
     """An engine that has sequences and says nothing for so long is ended and started again; with
     ``engine_restarts = 0`` nobody looks."""
+
+    @model_validator(mode="after")
+    def _others_can_join(self) -> Self:
+        if not self.join:
+            return self
+        if self.remote:
+            raise ConfigError(
+                f"launch.join={self.join!r}, and with launch.kind='ray' the cluster is what machines join",
+                remedy="leave launch.join out, and start Ray on those machines",
+            )
+        try:
+            host, _ = host_and_port(self.join)
+        except ConfigError as error:
+            raise ConfigError(f"launch.join={error.problem}", remedy=error.remedy) from None
+        try:
+            unnamed = ip_address(host).is_unspecified
+        except ValueError:
+            unnamed = True
+        if unnamed:
+            raise ConfigError(
+                f"launch.join={self.join!r}: {host} is not the address of one machine, in numbers",
+                remedy="write the address by which the others reach this one, as in 10.0.0.5:7781",
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:

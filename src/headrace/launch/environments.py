@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Awaitable, Callable
-
-import psutil
+from functools import partial
 
 from headrace.clock import RealClock
 from headrace.env import EnvConfig
-from headrace.launch.child import Child
 from headrace.launch.clients import EnvPool, EnvTerms
 from headrace.launch.clients.environment import Listening
+from headrace.launch.joining.invitation import host_and_port
 from headrace.launch.order import Order
+from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import Limits
 from headrace.types.observation import Event
 
 
-def environment_pool(order: Order, start_worker: Callable[[EnvironmentStart], Awaitable[Child]]) -> EnvPool | None:
-    """The workers of ``order.env``, which are not started yet; ``None`` for an environment that needs none."""
-    env = order.env
-    if not env.remote:
-        return None
-    start = EnvironmentStart(
+def environment_start(env: EnvConfig) -> EnvironmentStart:
+    """What each worker of an environment is told."""
+    return EnvironmentStart(
         kind=env.kind,
         entry=env.entry or shlex.join(env.argv),
         concurrency=env.episodes_at_once,
         block_s=env.block_s,
         options=env.options,
-        keep=_keep(env),
+        keep=Keep(memory_bytes=(env.memory_mb or 0) << 20, processes=env.most_processes),
     )
+
+
+def environment_pool(processes: Processes) -> EnvPool | None:
+    """The workers of the run's environment, which are not started yet; ``None`` for one that needs none."""
+    order, env = processes.order, processes.order.env
+    if not env.remote:
+        return None
     return EnvPool(
-        lambda: start_worker(start),
+        partial(processes.start_environment, environment_start(env)),
         EnvTerms(
             num_workers=env.workers,
             concurrency=env.episodes_at_once,
@@ -41,17 +44,22 @@ def environment_pool(order: Order, start_worker: Callable[[EnvironmentStart], Aw
             scored=bool(env.components),
         ),
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=_listening(order),
+        listening=_listening(order, processes.starter.home),
     )
 
 
-def _listening(order: Order) -> Listening | None:
-    """How programs reach their episodes; ``None`` for environments that have none."""
+def _listening(order: Order, home: str) -> Listening | None:
+    """How programs reach their episodes; ``None`` for environments that have none. Where some may be on other machines,
+    that is at the address by which those reach this one."""
     if order.env.kind not in ("rollout", "program", "bridge"):
         return None
-    from headrace.rollout.endpoint import Endpoint
+    from headrace.rollout.endpoint import At, Endpoint
 
-    return lambda warn: Endpoint.listening(order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names)
+    env, joined = order.env, order.launch.join and host_and_port(order.launch.join)[0]
+    at = At(host=env.host or joined or home, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
+    return lambda warn: Endpoint.listening(
+        order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names, at=at
+    )
 
 
 def episode_limits(order: Order) -> Limits:
@@ -63,8 +71,3 @@ def episode_limits(order: Order) -> Limits:
         max_tokens=env.max_tokens,
         max_tool_calls=env.max_tool_calls,
     )
-
-
-def _keep(env: EnvConfig) -> Keep:
-    half_mb = psutil.virtual_memory().total >> 21
-    return Keep(memory_bytes=(env.memory_mb or half_mb) << 20, processes=env.most_processes)

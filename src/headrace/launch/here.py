@@ -36,6 +36,7 @@ from headrace.launch.starts import (
     write_briefing,
 )
 from headrace.scoring.sandbox.run import LAUNCHER
+from headrace.sync.config import LOOPBACK
 from headrace.types.messages import controller
 
 KEEPER_S = 2.0
@@ -76,6 +77,8 @@ class Running(Protocol):
 class Here:
     """Starts processes of this machine, which speak over sockets of the run's directory: engines and learners as forks,
     where there is a process to fork them from."""
+
+    home = LOOPBACK
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self._forks = forks
@@ -235,7 +238,8 @@ def _program(directory: Path, name: str, keep: Keep | None, lifeline: int) -> li
     program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
     if keep is None or not _is_kept(keep):
         return program
-    order = {"jailed": False, "argv": program, "line": lifeline, "limits": msgspec.structs.asdict(keep)}
+    limits = {**msgspec.structs.asdict(keep), "memory_bytes": keep.memory_bytes or psutil.virtual_memory().total // 2}
+    order = {"jailed": False, "argv": program, "line": lifeline, "limits": limits}
     return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
 
 

@@ -32,7 +32,9 @@ from headrace.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.launch.child import LAST_WORDS_S, Child
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.engines import REMEDY, Engines
-from headrace.launch.environments import environment_pool, episode_limits
+from headrace.launch.environments import environment_pool, environment_start, episode_limits
+from headrace.launch.joining.door import Door, opened_door
+from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.order import Order, World
 from headrace.launch.processes import Processes, premises
 from headrace.launch.starters import starting
@@ -52,15 +54,15 @@ async def local_world(order: Order) -> AsyncIterator[World]:
     order.learner.parallel.refuse_settings(order.model)
     if order.learner.parallel.world > 1:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
-    async with _launched(order) as processes:
-        pool, envs = _scorers(processes), environment_pool(order, processes.start_environment)
+    async with _launched(order) as processes, opened_door(order, processes.site) as door:
+        pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         serving = [engines, *agents.values(), *teachers.values()]
         for each in serving:
             await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
-        async with _watched(processes, serving, pool, envs):
+        async with _watched(processes, serving, pool, envs, door):
             parts = Parts(
                 **_serving(order, engines, agents, pool, envs),
                 teachers=_teachers(order, teachers),
@@ -84,13 +86,13 @@ async def local_world(order: Order) -> AsyncIterator[World]:
 async def local_serving(order: Order, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
     """An engine with the weights of its model directory, or the ``remote`` one in its place, and workers: enough to
     evaluate."""
-    async with _launched(order) as processes:
-        pool, envs = _scorers(processes), environment_pool(order, processes.start_environment)
+    async with _launched(order) as processes, opened_door(order, processes.site) as door:
+        pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents = processes.engines(own_weights=True), processes.agents()
         started = [*([engines] if remote is None else []), *agents.values()]
         for each in started:
             await each.start()
-        async with _watched(processes, started, pool, envs):
+        async with _watched(processes, started, pool, envs, door):
             serving = _serving(order, engines, agents, pool, envs)
             yield Serving(**(serving if remote is None else {**serving, "engine": remote}))
 
@@ -113,7 +115,11 @@ async def _launched(order: Order) -> AsyncIterator[Processes]:
 
 @asynccontextmanager
 async def _watched(
-    processes: Processes, engines: Sequence[Engines], pool: ScoringStage, envs: EnvPool | None
+    processes: Processes,
+    engines: Sequence[Engines],
+    pool: ScoringStage,
+    envs: EnvPool | None,
+    door: Door | None,
 ) -> AsyncIterator[None]:
     """The body runs when every process is ready, and while all of them live."""
     started = list(processes.children)
@@ -126,7 +132,12 @@ async def _watched(
         tasks += [group.create_task(each.run()) for each in engines] + [group.create_task(pool.run())]
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
-        await _all_ready(started, pool, envs, processes.order.launch.start_timeout_s)
+            if door is not None:
+                start = environment_start(processes.order.env)
+                tasks.append(group.create_task(door.admit(envs, start, processes.start_environment)))
+        await _all_ready(started, pool, processes.order.launch.start_timeout_s)
+        if envs is not None:
+            await _environments_ready(envs, processes.order)
         for each in engines:
             await each.fleet.complete()  # what is ready joins at once; weights go to those that have joined
         yield
@@ -227,14 +238,31 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _all_ready(children: list[Child], pool: ScoringStage, envs: EnvPool | None, timeout_s: float) -> None:
+async def _environments_ready(envs: EnvPool, order: Order) -> None:
+    timeout_s = order.launch.start_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            await envs.started()
+    except TimeoutError:
+        if envs.keeps_some_here:
+            raise DeadlineError(
+                f"the environment workers did not start within {timeout_s:g} s",
+                remedy="look at their logs in the run directory; raise launch.start_timeout_s",
+            ) from None
+        raise DeadlineError(
+            f"no machine has joined at {order.launch.join} within {timeout_s:g} s, and env.workers=0 keeps no "
+            "environment on this one",
+            remedy=f"run headrace join there, with {order.run_dir / INVITATION_FILE}; raise launch.start_timeout_s, or "
+            "set env.workers >= 1",
+        ) from None
+
+
+async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             if children:
                 await asyncio.wait([child.peer.ready for child in children])  # unlike gather, it cancels none of them
             await pool.started()
-            if envs is not None:
-                await envs.started()
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from headrace.clock import RealClock
 from headrace.environ import num_cores, shared_memory_root
@@ -160,19 +159,19 @@ class Processes:
 
     async def start_scorer(self, reward: AnyReward) -> Child:
         env = self.order.env
-        half_mb = psutil.virtual_memory().total >> 21
-        keep = Keep(memory_bytes=(env.reward_memory_mb or half_mb) << 20, processes=env.reward_processes)
+        keep = Keep(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         start = ScorerStart(reward=reward.model_dump(mode="json"), keep=keep)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self._forget_replaced()
         return await self._start(name, start, 1, partial(self._foreign_peer, name))
 
-    async def start_environment(self, start: EnvironmentStart) -> Child:
+    async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
+        """A worker; ``elsewhere``: on a machine that has joined."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self._forget_replaced()
-        return await self._start(name, start, 1, partial(self._env_peer, name))
+        return await self._start(name, start, 1, partial(self._env_peer, name), elsewhere)
 
     def _forget_replaced(self) -> None:
         self.children = [child for child in self.children if not child.closed]
@@ -234,9 +233,10 @@ class Processes:
         start: Start,
         num_threads: int,
         make_peer: Callable[[ControllerChannel], Peer],
+        elsewhere: Starter | None = None,
     ) -> Child:
         errand = Errand(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
-        child = await Child.start(self.site, errand, self.starter)
+        child = await Child.start(self.site, errand, elsewhere or self.starter)
         self.children.append(child)
         return child
 

@@ -98,7 +98,7 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     nothing of it outlives it. Its own processes are all that it sees."""
 
     memory_bytes: int
-    """Memory of all of them together."""
+    """Memory of all of them together; 0: half of that of the machine that they are started on."""
     processes: int
     """Processes at once."""
     log_bytes: int = 16 << 20

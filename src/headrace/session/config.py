@@ -114,6 +114,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _others_have_something_to_do(self) -> Self:
+        join, env = self.launch.join, self.env
+        if join and not env.remote:
+            raise ConfigError(
+                f"launch.join={join!r}, and env.kind={env.kind!r} runs in no worker that another machine could bring",
+                remedy="leave launch.join out, or set env.kind = 'env', 'rollout', 'program' or 'bridge'",
+            )
+        if not env.workers and not join:
+            raise ConfigError(
+                "env.workers=0 keeps no environment on this machine, and no other may join",
+                remedy="set env.workers >= 1, or launch.join = 'ADDRESS:PORT'",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _filters_act(self) -> Self:
         for place, each in enumerate(self.flow.filters):
             longest = each.max_tokens if isinstance(each, Length) else None

@@ -43,7 +43,7 @@ class Watching:
     def look(self, controller: Controller, components: list[Component]) -> LiveState:
         """The present moment, told to all of them."""
         if not self._looks % SYSTEM_EVERY:
-            controller.state.system = self._system.read((part.role, part.pid) for part in components)
+            controller.state.system = self._system.read((part.role, part.pid) for part in components if not part.node)
         self._looks += 1
         live = self._accountant.shown(controller.live())
         self.observers.update(live)

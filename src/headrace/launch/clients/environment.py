@@ -10,6 +10,7 @@ What becomes of the episodes of a worker:
     one of them kept its loop from turning ── it is ended, and the others begin again
     one of them does not end when it is given up ── the others end there, and no more come
     it died, or fell silent ── any of them may be why: each begins again in a worker of its own, and fails if that dies
+    its machine was lost ── they begin again elsewhere
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from headrace.env import OpenEpisode, Outcome
 from headrace.errors import EnvError, EpisodeError
 from headrace.launch.clients.peer import Peer
 from headrace.launch.clients.scorer import Worker
-from headrace.launch.clients.shift import EnvPeer, Lost, Place, Shift, Visit
+from headrace.launch.clients.shift import Crew, EnvPeer, Gone, Lost, Place, Room, Shift, Visit
 from headrace.types.messages.controller import EpisodeDone
 from headrace.types.messages.environment import Cancel, RunEpisode
 from headrace.types.task import Task
@@ -51,6 +52,7 @@ class EnvTerms:
     """On which environment workers are kept."""
 
     num_workers: int
+    """On this machine; 0: all are elsewhere."""
     concurrency: int
     """Episodes at once in each."""
     block_s: float
@@ -81,15 +83,19 @@ class EnvPool:
     ) -> None:
         self._listening = listening
         self._endpoint: Endpoint | None = None
-        self._start_worker = start_worker
+        self._own = Crew(start_worker, terms.num_workers)
         self._terms = terms
         self._warn = warn
-        self._places = [Place() for _ in range(terms.num_workers)]
+        self._places: list[Place] = []
         self._came = asyncio.Condition()
-        self._room = asyncio.Semaphore(terms.num_workers * terms.concurrency)
+        self._room = Room()
         self._suspects = asyncio.Semaphore(SUSPECTS)
-        self._idle_deaths = 0
         self._helpers: asyncio.TaskGroup | None = None
+
+    @property
+    def keeps_some_here(self) -> bool:
+        """Whether some of its workers are of this machine."""
+        return self._own.num_workers > 0
 
     def send_warnings_to(self, warn: Callable[[str], None]) -> None:
         """From now on, tell ``warn`` what people should know."""
@@ -100,10 +106,46 @@ class EnvPool:
 
     async def keep(self) -> None:
         """Keep every place filled; ends only by cancellation, or when workers do not start, or die without work."""
-        async with self._reachable(), asyncio.TaskGroup() as helpers:
-            self._helpers = helpers
-            for place in self._places:
-                helpers.create_task(self._keep(place))
+        async with self._reachable(), asyncio.TaskGroup() as self._helpers:
+            self._own.helpers = self._helpers
+            self._settle(self._own)
+            await asyncio.Event().wait()
+
+    async def lodge(self, crew: Crew) -> None:
+        """Keep the workers of another machine, until it leaves or is lost: then this returns when the last of them has
+        ended. Raises what keeps them from being of use, a :class:`~headrace.errors.HeadraceError`."""
+        try:
+            async with asyncio.TaskGroup() as crew.helpers:
+                keeping = self._settle(crew)
+                await crew.leaving.wait()
+                self._dissolve(crew)
+                if not self._places:
+                    self._warn("no environment worker is left: episodes wait until a machine joins")
+                for task in keeping:
+                    task.cancel()
+                await asyncio.gather(*(shift.retire() for shift in list(crew.shifts)))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._dissolve(crew)
+            crew.lose()
+            for shift in list(crew.shifts):
+                await shift.worker.kill()
+                shift.worker.close()
+
+    def _settle(self, crew: Crew) -> list[asyncio.Task[None]]:
+        """Give a crew its places; the tasks that keep them filled."""
+        places = [Place(crew) for _ in range(crew.num_workers)]
+        self._places += places
+        self._room.grow(crew.num_workers * self._terms.concurrency)
+        assert crew.helpers is not None
+        return [crew.helpers.create_task(self._keep(place)) for place in places]
+
+    def _dissolve(self, crew: Crew) -> None:
+        """Nothing begins there any more."""
+        left = [place for place in self._places if place.crew is not crew]
+        self._room.shrink((len(self._places) - len(left)) * self._terms.concurrency)
+        self._places = left
 
     @asynccontextmanager
     async def _reachable(self) -> AsyncIterator[None]:
@@ -114,9 +156,15 @@ class EnvPool:
             yield
 
     async def started(self) -> None:
-        """Until every worker is there."""
+        """Until every worker of this machine is there, or, where there are to be none, one of another."""
         async with self._came:
-            await self._came.wait_for(lambda: all(place.up for place in self._places))
+            await self._came.wait_for(self._is_up)
+
+    def _is_up(self) -> bool:
+        if not self.keeps_some_here:
+            return any(place.up for place in self._places)
+        own = [place for place in self._places if place.crew is self._own]
+        return bool(own) and all(place.up for place in own)
 
     async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
         """One attempt, in a worker; where it is lost without being to blame, begun again.
@@ -126,8 +174,9 @@ class EnvPool:
         order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
         async with self._room:
             found = await self._visit(await self._free_shift(), order, episode)
-            while found is Lost.INNOCENT:
-                episode.begin_again()
+        while found is Lost.INNOCENT:
+            episode.begin_again()
+            async with self._room:
                 found = await self._visit(await self._free_shift(), order, episode)
         if found is Lost.DIED:
             async with self._suspects:
@@ -210,16 +259,20 @@ class EnvPool:
 
     async def _visit_alone(self, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
         """The same in a worker of its own."""
-        assert self._helpers is not None
         while True:
-            place = Place()
-            shift = Shift(await self._start_worker())
-            self._helpers.create_task(self._tend(place, shift))
+            place = Place(await self._some_crew())
+            try:
+                shift = await self._begin(place)
+            except Gone:
+                continue
             try:
                 await shift.settled.wait()
                 if not place.up:
                     continue  # it has died before there was an episode in it
                 found = await self._visit(shift, order, episode)
+                if found is Lost.INNOCENT:
+                    episode.begin_again()
+                    continue
                 if found is not Lost.DIED:
                     return found
                 raise EpisodeError(
@@ -251,11 +304,29 @@ class EnvPool:
     # -- workers ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, place: Place) -> None:
-        assert self._helpers is not None
-        while True:
-            shift = Shift(await self._start_worker())
-            self._helpers.create_task(self._tend(place, shift))
+        while not place.crew.leaving.is_set():
+            try:
+                shift = await self._begin(place)
+            except Gone:
+                return
             await shift.left.wait()
+
+    async def _begin(self, place: Place) -> Shift:
+        """A new worker in that place. Raises :class:`~headrace.launch.clients.shift.Gone`."""
+        crew = place.crew
+        shift = Shift(await crew.start_worker())
+        crew.shifts.add(shift)
+        assert crew.helpers is not None
+        crew.helpers.create_task(self._tend(place, shift))
+        return shift
+
+    async def _some_crew(self) -> Crew:
+        """This machine's; where it keeps no worker, another's."""
+        if self.keeps_some_here:
+            return self._own
+        async with self._came:
+            await self._came.wait_for(lambda: bool(self._places))
+        return self._places[0].crew
 
     async def _tend(self, place: Place, shift: Shift) -> None:
         """A worker, from its start to its end."""
@@ -275,10 +346,11 @@ class EnvPool:
             watching.cancel()
             listening.cancel()
         worker.close()
+        place.crew.shifts.discard(shift)
         shift.left.set()
         shift.settled.set()
         if not shift.replaced:
-            self._count_death(worker.peer, cause, was_idle=was_idle)
+            self._count_death(place.crew, worker.peer, cause, was_idle=was_idle)
 
     async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and episodes can run in its place, or it has died."""
@@ -306,13 +378,13 @@ class EnvPool:
         self._warn("an environment worker has fallen silent: it is replaced")
         await shift.worker.kill()
 
-    def _count_death(self, peer: Peer, cause: str, *, was_idle: bool) -> None:
+    def _count_death(self, crew: Crew, peer: Peer, cause: str, *, was_idle: bool) -> None:
         if peer.last_words is not None:
             raise peer.last_words
-        self._idle_deaths = self._idle_deaths + 1 if was_idle else 0
-        if self._idle_deaths >= MAX_IDLE_DEATHS:
+        crew.idle_deaths = crew.idle_deaths + 1 if was_idle else 0
+        if crew.idle_deaths >= MAX_IDLE_DEATHS:
             raise EnvError(
-                f"{self._idle_deaths} environment workers died without an episode, one after the other; the last: "
+                f"{crew.idle_deaths} environment workers died without an episode, one after the other; the last: "
                 f"{cause}",
                 remedy=f"look at logs/{peer.name}.log in the run directory",
             )

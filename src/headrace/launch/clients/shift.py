@@ -1,8 +1,9 @@
-"""One environment worker, from its start to its end, and the episodes that visit it."""
+"""One environment worker, from its start to its end, and the episodes that visit it; and those of one machine."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -105,7 +106,10 @@ class Shift:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether its place is free: it has ended, or gets no more episodes."""
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
-    """Whether its last episode has ended."""
+    """Whether it has no episode."""
+
+    def __post_init__(self) -> None:
+        self.emptied.set()
 
     def come(self, call: int, visit: Visit) -> None:
         """An episode begins here."""
@@ -148,10 +152,38 @@ class Shift:
         await self.replace()
 
 
+class Gone(Exception):
+    """No worker can be started on that machine any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Crew:
+    """The workers of one machine."""
+
+    start_worker: Callable[[], Awaitable[Worker]]
+    """Raises :class:`Gone` once the machine is."""
+    num_workers: int
+    helpers: asyncio.TaskGroup | None = None
+    """Its tasks, while it is kept: what goes wrong with it goes wrong there."""
+    shifts: set[Shift] = field(default_factory=set)
+    """Those that are there."""
+    idle_deaths: int = 0
+    """Workers that have died one after the other without having had an episode."""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether nothing is to begin there any more."""
+
+    def lose(self) -> None:
+        """The machine is gone, with all that ran there: none of its episodes is to blame."""
+        self.leaving.set()
+        for shift in self.shifts:
+            shift.replaced = True
+
+
 @dataclass(slots=True, eq=False)
 class Place:
     """Where a worker stands; empty while it is replaced."""
 
+    crew: Crew
     shift: Shift | None = None
     """Who stands there; ``None`` while it is empty."""
 
@@ -163,3 +195,26 @@ class Place:
     @property
     def load(self) -> int:
         return 0 if self.shift is None else len(self.shift.visits)
+
+
+class Room(asyncio.Semaphore):
+    """For so many episodes at once; it grows, and shrinks as episodes end."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._owed = 0
+
+    def release(self) -> None:
+        if self._owed:
+            self._owed -= 1
+        else:
+            super().release()
+
+    def grow(self, by: int) -> None:
+        """By so many."""
+        for _ in range(by):
+            self.release()
+
+    def shrink(self, by: int) -> None:
+        """By so many; what is taken of them is given back by whoever has it."""
+        self._owed += by

@@ -16,20 +16,14 @@ from typing import Any
 from headrace.clock import RealClock
 from headrace.errors import ConfigError, DeadlineError
 from headrace.launch.config import Share
+from headrace.launch.far.keeper import Keeper
+from headrace.launch.far.process import Broken, Lost
 
 REACH_S = 10.0
 """How long the head of a cluster may take to answer at all."""
 LOOK_S = 0.5
 """How often the cluster is asked whether there is room by now."""
 GB = 1_000_000_000
-
-
-class Lost(Exception):
-    """An actor has ended, or cannot be reached: why, in words."""
-
-
-class Broken(Exception):
-    """An actor cannot be made on its node, whatever is tried: why, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +39,27 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """One keeper. Answers are waited for with a deadline."""
+    """One keeper."""
 
     handle: Any
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """What the method will return; :func:`misfortune` says what an error means."""
+        """See :class:`~headrace.launch.far.process.Keeping`."""
         bound = getattr(self.handle, method)
-        reference = bound.remote(*arguments)
-        answer: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have left
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def settle(said: asyncio.Future[Any]) -> None:
+            error = None if said.cancelled() else said.exception()
+            if said.cancelled() or answer.done():
+                return
+            if error is None:
+                answer.set_result(said.result())
+            else:
+                answer.set_exception(misfortune(error))
+                answer.exception()  # whoever asked may have left
+
+        asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
         return answer
-
-    async def ask(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """What the method returns. Raises as :meth:`settled` does."""
-        return await self.settled(self.call(method, *arguments), timeout_s)
-
-    async def settled(self, answer: asyncio.Future[Any], timeout_s: float) -> Any:
-        """An answer that was asked for. Raises :class:`Lost`, :class:`Broken`, ``TimeoutError``."""
-        await asyncio.wait([answer], timeout=timeout_s)
-        if not answer.done():
-            raise TimeoutError
-        error = answer.exception()
-        if error is not None:
-            raise misfortune(error)
-        return answer.result()
 
     def kill(self) -> None:
         """End it; its process ends with it."""
@@ -209,7 +199,7 @@ class Cluster:
             f"the largest with {largest.cpus:g} and {largest.gpus:g}"
         )
 
-    def keeper(self, kind: type, name: str, share: Share, room: Room) -> Actor:
+    def keeper(self, name: str, share: Share, room: Room) -> Actor:
         """A new actor for the process ``name``; it may have to wait for its place."""
         import ray
 
@@ -223,7 +213,7 @@ class Cluster:
             "max_restarts": 0,
             "max_concurrency": 16,
         }
-        return Actor(ray.remote(kind).options(**options).remote())
+        return Actor(ray.remote(_NodeKeeper).options(**options).remote())
 
 
 def own_address() -> str:
@@ -231,6 +221,13 @@ def own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+class _NodeKeeper(Keeper):
+    """One that finds out on which node it stands."""
+
+    def __init__(self) -> None:
+        super().__init__(own_address())
 
 
 def bundle(share: Share) -> dict[str, float]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shlex
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,11 +22,12 @@ from headrace.launch.child import Errand, Process, Site, Starter
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import RayConfig, Share
 from headrace.launch.engines import engine_names
+from headrace.launch.far.keeper import Asked, Begin, Found
+from headrace.launch.far.paths import paths_of
+from headrace.launch.far.process import Broken, FarProcess, Lost, in_time
 from headrace.launch.order import Order
 from headrace.launch.processes import teacher_role
-from headrace.launch.ray.cluster import Actor, Broken, Cluster, Lost, Room, own_address, refuse_absent
-from headrace.launch.ray.far import FarProcess
-from headrace.launch.ray.keeper import Asked, Begin, Found, Keeper
+from headrace.launch.ray.cluster import Actor, Cluster, Room, own_address, refuse_absent
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.sync.config import LOOPBACK
 from headrace.types.messages import controller
@@ -86,7 +85,7 @@ class RayStarter:
 
     def __init__(self, order: Order, cluster: Cluster, room: Room, mark: str) -> None:
         self._order, self._cluster, self._room, self._mark = order, cluster, room, mark
-        self._address = own_address()
+        self.home = own_address()
         self._clock = RealClock()
         self._rendezvous = ""
         self._called: dict[str, Actor] = {}
@@ -96,7 +95,7 @@ class RayStarter:
         self._called |= {name: self._actor(name) for name in names}
 
     def _actor(self, name: str) -> Actor:
-        return self._cluster.keeper(Keeper, name, share_of(name, self._order.launch.ray), self._room)
+        return self._cluster.keeper(name, share_of(name, self._order.launch.ray), self._room)
 
     async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
         """Wherever there is room; tried again elsewhere where a node is lost meanwhile."""
@@ -125,7 +124,7 @@ class RayStarter:
     async def _started(self, actor: Actor, site: Site, errand: Errand, deadline_s: float) -> tuple[Peer, Process]:
         found = await self._look(actor, errand, deadline_s)
         _refuse_node(found, errand, self._order)
-        host = LOOPBACK if found.address == self._address else self._address
+        host = LOOPBACK if found.address == self.home else self.home
         channel = ControllerChannel(site.directory, errand.name, controller.Message, host=host)
         peer = errand.make_peer(channel)
         try:
@@ -138,7 +137,7 @@ class RayStarter:
                 log=str(site.logs / f"{errand.name}.log") if found.shared else "",
             )
             left_s = max(0.0, deadline_s - self._clock.now())
-            pid = await actor.ask("begin", msgspec.json.encode(order), timeout_s=left_s)
+            pid = await in_time(actor.call("begin", msgspec.json.encode(order)), left_s)
         except BaseException:
             peer.close()
             raise
@@ -158,12 +157,12 @@ class RayStarter:
             )
             self._order.on_event(Event(wall_s=0.0, text=words, level="warning"))
         left_s = max(0.0, deadline_s - self._clock.now())
-        return msgspec.json.decode(await actor.settled(looking, left_s), type=Found)
+        return msgspec.json.decode(await in_time(looking, left_s), type=Found)
 
     async def _ahead_s(self, actor: Actor, deadline_s: float) -> float:
         """By how much the monotonic clock of the node is ahead of ours."""
         asked_s = self._clock.now()
-        theirs_s = float(await actor.ask("clock_s", timeout_s=max(0.0, deadline_s - asked_s)))
+        theirs_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - asked_s)))
         return theirs_s - (asked_s + self._clock.now()) / 2
 
     async def _fitted(self, start: Start, found: Found) -> Start:
@@ -178,34 +177,6 @@ class RayStarter:
                 self._rendezvous = f"tcp://{found.address}:{found.port}"
             return msgspec.structs.replace(start, rendezvous=self._rendezvous, interface=found.interface)
         return start
-
-
-def paths_of(start: Start) -> dict[str, str]:
-    """What a process finds by path, by the setting that names it.
-
-    >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
-    {'env.reward': '/code/reward.py'}
-    """
-    paths: dict[str, str] = {}
-    match start:
-        case EngineStart():
-            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
-            paths["sync.tls_key"] = start.route.tls_key
-        case LearnerStart():
-            paths = {"model.path": str(start.model["path"]), "sync.tls_certificate": start.route.tls_certificate}
-            paths["the snapshot"] = start.snapshot
-        case ScorerStart():
-            paths = {"env.reward": str(start.reward.get("ref", "")).rpartition(":")[0]}
-        case EnvironmentStart():
-            paths = {f"env ({path})": path for path in _files_of(start.entry)}
-    return {setting: path for setting, path in paths.items() if path}
-
-
-def _files_of(entry: str) -> Sequence[str]:
-    """The absolute paths in an environment's entry: a ``file.py:name``, or a command; those that this machine has."""
-    words = shlex.split(entry)
-    files = [word.rpartition(":")[0] if ".py:" in word else word for word in words]
-    return [file for file in files if file.startswith("/") and Path(file).exists()]
 
 
 def _refuse_node(found: Found, errand: Errand, order: Order) -> None:

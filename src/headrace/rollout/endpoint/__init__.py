@@ -8,6 +8,6 @@ Each protocol is a file of pure translation; who calls is known by the key, whic
 """
 
 from headrace.rollout.endpoint.base import Access, Limits
-from headrace.rollout.endpoint.serving import Endpoint
+from headrace.rollout.endpoint.serving import At, Endpoint
 
-__all__ = ["Access", "Endpoint", "Limits"]
+__all__ = ["Access", "At", "Endpoint", "Limits"]

@@ -1,4 +1,4 @@
-"""The endpoint as a server inside the controller's loop, on this machine alone."""
+"""The endpoint as a server inside the controller's loop: on this machine alone, unless another address is named."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 import uvicorn
 
 from headrace.clock import Clock
+from headrace.config.tls import server_context
 from headrace.engine.server.connection import Connection
 from headrace.engine.server.refusal import shown
 from headrace.env.base import OpenEpisode
@@ -23,6 +25,23 @@ from headrace.types.sampling import Sampling
 
 MAX_CONNECTIONS = 4096
 """At once, and never more than half of the files that the process may open: the run needs the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class At:
+    """Where an endpoint listens, and to how much."""
+
+    host: str = "127.0.0.1"
+    """An address of this machine."""
+    tls_certificate: str = ""
+    """A PEM file; empty: in clear text."""
+    tls_key: str = ""
+    """Its key."""
+    limits: Limits = field(default_factory=Limits)
+    """What it takes."""
+
+
+_HERE = At()
 
 
 class Endpoint:
@@ -42,20 +61,22 @@ class Endpoint:
         clock: Clock,
         warn: Callable[[str], None],
         agents: frozenset[str] = frozenset(),
-        limits: Limits | None = None,
+        at: At = _HERE,
     ) -> AsyncIterator[Endpoint]:
         """An endpoint that answers for the body's duration, on a free port.
 
         ``sampling`` is how the policy samples, whatever requests say; ``warn`` is told, once for each field, if they
         say something else. A request whose model is one of ``agents`` is answered by that agent. Raises
-        :class:`~headrace.errors.RunError` where no port can be had.
+        :class:`~headrace.errors.RunError` where no port can be had, :class:`~headrace.errors.ConfigError` for a
+        certificate that cannot be used.
         """
-        limits = limits or Limits()
-        sessions = Sessions(limits)
+        if at.tls_certificate:
+            server_context(at.tls_certificate, at.tls_key)
+        limits, sessions = at.limits, Sessions(at.limits)
         desk = Desk(
             sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
         )  # fmt: skip
-        with _bound() as listening:
+        with _bound(at.host) as listening:
             server = _Server(
                 uvicorn.Config(
                     make_app(desk),
@@ -68,11 +89,14 @@ class Endpoint:
                     http=_Connection,
                     timeout_keep_alive=limits.idle_timeout_s,
                     timeout_graceful_shutdown=1,
+                    ssl_certfile=at.tls_certificate or None,
+                    ssl_keyfile=at.tls_key or None,
                 )
             )
-            host, port = listening.getsockname()
+            host, port = listening.getsockname()[:2]
+            scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
             async with _beside(server, listening):
-                yield cls(f"http://{host}:{port}", sessions)
+                yield cls(f"{scheme}://{host}:{port}", sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
         """A way into ``episode`` for the body's duration. Afterwards its key is refused and none of its requests runs,
@@ -138,13 +162,14 @@ def _most_connections() -> int:
 
 
 @contextmanager
-def _bound() -> Iterator[socket.socket]:
+def _bound(host: str) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        listening = socket.create_server((host, 0), family=family, backlog=2048)
     except OSError as error:
         raise RunError(
-            f"the endpoint for programs cannot listen on 127.0.0.1: {error}",
-            remedy="may this process open sockets, and is a port free?",
+            f"the endpoint for programs cannot listen on {host}: {error}",
+            remedy="is that an address of this machine, may this process open sockets, and is a port free?",
         ) from None
     with contextlib.closing(listening):
         yield listening

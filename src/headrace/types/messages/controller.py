@@ -238,10 +238,26 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """An environment worker is alive; told now and then."""
+    """An environment worker, or a machine that has joined, is alive; told now and then."""
 
     blocked_by: int = -1
     """The episode whose code has kept the worker's loop from turning for too long; −1: none."""
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A keeper on a machine that has joined has done what it was to do."""
+
+    call: int
+    answer: bytes | int | float
+    """JSON, or a number."""
+
+
+class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A machine that has joined wants to go: what runs there may end, nothing more is to begin."""
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It has heard that it may go, or has to."""
 
 
 Answer = (
@@ -257,8 +273,9 @@ Answer = (
     | Started
     | Scored
     | EpisodeDone
+    | Done
 )
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""
-Message = Ready | Failure | Chunks | Asked | Alive | Answer
+Message = Ready | Failure | Chunks | Asked | Alive | Leaving | Left | Answer

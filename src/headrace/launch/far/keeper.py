@@ -1,5 +1,5 @@
-"""The actor that keeps one process of the run on its node. The process lives as long as the actor does: where the
-actor, its raylet or its node ends, the pipe that the actor holds is closed, and the process ends with all it started.
+"""What keeps one process of the run on another machine: an actor of a cluster, or a part of the program ``headrace
+join``. Where that, or its machine, ends, the pipe that it holds is closed, and the process ends with all it started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from headrace.errors import RunError
 from headrace.launch.child import LOG_LINES
 from headrace.launch.here import Home, LocalProcess, begun, exit_words, lines_of
 from headrace.launch.leases import Lease, sweep
-from headrace.launch.ray.cluster import own_address
 from headrace.launch.starts import Briefing
 
 
@@ -74,7 +73,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 class Keeper:
     """One process, from its start to its end. Its methods take and give bytes of JSON, strings and numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        """``address``: of this machine, at which the others reach it."""
+        self._address = address
         self._process: LocalProcess | None = None
         self._log = Path()
         for root in (Path(tempfile.gettempdir()), shared_memory_root()):
@@ -83,7 +84,7 @@ class Keeper:
 
     def look(self, asked: bytes) -> bytes:
         """What this node has of what is asked."""
-        question, address = msgspec.json.decode(asked, type=Asked), own_address()
+        question, address = msgspec.json.decode(asked, type=Asked), self._address
         with socket.socket() as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
@@ -120,6 +121,13 @@ class Keeper:
         process.close()
         self._directory.end()
         return msgspec.json.encode(answer)
+
+    async def drop(self) -> None:
+        """End the process now, if there is one."""
+        if self._process is None:
+            self._directory.end()
+        else:
+            await self._process.kill()
 
     async def computed_s(self) -> float:
         """Processor time that it has used."""

@@ -1,0 +1,29 @@
+"""``headrace join``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from headrace.cli.output import console, readable
+
+
+def join(
+    invitation: Path = typer.Argument(help="join.json of the run's directory, or a copy of it; or that directory."),
+    workers: int = typer.Option(1, min=1, help="Processes that this machine has room for."),
+    entry: str = typer.Option(
+        "",
+        help="Where this machine has the environment (FILE.py:NAME), or its command; unset: where the run says.",
+        show_default=False,
+    ),
+    wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that takes this machine in."),
+) -> None:
+    """Lend this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
+
+    What the run asks for is done as your user: join runs of people whom you trust.
+    """
+    from headrace.launch.joining.node import Offer, join
+
+    out = console()
+    join(invitation, Offer(workers=workers, entry=entry, wait_s=wait), lambda text: out.print(readable(text)))

@@ -1,0 +1,270 @@
+"""The program ``headrace join``: a machine that offers a run workers for its environments.
+
+It starts what the run asks for, each process kept as on a cluster (far/keeper.py), and tells how it ended. Where the
+run ends, or the connection to it breaks, all that it has started ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from headrace import __version__
+from headrace.clock import RealClock
+from headrace.errors import DataError, DeadlineError, RunError
+from headrace.launch.channel import Ends, PartChannel, admitted
+from headrace.launch.far.keeper import Begin, Keeper
+from headrace.launch.joining.invitation import Invitation, host_and_port, read_invitation
+from headrace.launch.starts import EnvironmentStart
+from headrace.types.messages import node
+from headrace.types.messages.codec import Codec
+from headrace.types.messages.controller import Alive, Done, Failure, Leaving, Left, Ready
+from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, Knock, Refused, Welcome
+
+ANSWER_S = 10.0
+"""How long a door may take to answer a knock."""
+AGAIN_S = 2.0
+"""After which time a run that is not there yet is looked for again."""
+WAIT_S = 0.5
+"""How long to wait for orders at a time."""
+ALIVE_S = 1.0
+"""How often a machine tells that it is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a machine offers."""
+
+    workers: int
+    """Processes."""
+    entry: str = ""
+    """Where it has the environment; empty: under the path that the run names."""
+    wait_s: float = 0.0
+    """How long it waits for a run that takes it in."""
+
+
+class NobodyThere(DeadlineError):
+    """No run answers at the address of an invitation."""
+
+
+def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
+    """Work for the run whose invitation lies at ``path``, until it ends, or until a signal asks to leave; ``say`` hears
+    what goes on.
+
+    Raises :class:`~headrace.errors.DataError` where there is no invitation, :class:`NobodyThere` where nobody answers;
+    :class:`~headrace.errors.RunError` where the run refuses this machine, or the connection to it breaks.
+    """
+    invitation, welcome = _let_in(path, offer, say)
+    asyncio.run(_serve(invitation, welcome, say))
+
+
+def _let_in(path: Path, offer: Offer, say: Callable[[str], None]) -> tuple[Invitation, Welcome]:
+    clock, nap = RealClock(), threading.Event()
+    until_s, told = clock.now() + offer.wait_s, False
+    while True:
+        try:
+            invitation = read_invitation(path)  # anew each time: a run that begins again writes another
+            return invitation, _knocked(invitation, offer)
+        except (NobodyThere, DataError) as error:
+            if clock.now() + AGAIN_S > until_s:
+                raise
+            if not told:
+                say(f"waiting for the run: {error.problem}")
+                told = True
+            nap.wait(AGAIN_S)
+
+
+def _knocked(invitation: Invitation, offer: Offer) -> Welcome:
+    knock = Knock(
+        token=invitation.token,
+        headrace=__version__,
+        address=_own_address(invitation),
+        workers=offer.workers,
+        entry=_found_from_anywhere(offer.entry),
+    )
+    codec = Codec(AtTheDoor)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        admitted(socket, invitation.address, invitation.key)
+        socket.connect(f"tcp://{invitation.address}")
+        socket.send(codec.encode(knock))
+        if not socket.poll(int(ANSWER_S * 1000)):
+            raise NobodyThere(
+                f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run takes others in there, or not "
+                "whoever has this invitation",
+                remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
+                "connections to that one?",
+            )
+        answer = codec.decode(socket.recv())
+    if isinstance(answer, Refused):
+        raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
+    assert isinstance(answer, Welcome)
+    return answer
+
+
+def _found_from_anywhere(entry: str) -> str:
+    """A ``file.py:name`` of this directory by its whole path; anything else is a command, or what a bridge leads to."""
+    path, colon, name = entry.rpartition(":")
+    return f"{Path(path).absolute()}:{name}" if colon and Path(path).is_file() else entry
+
+
+def _own_address(invitation: Invitation) -> str:
+    """Of this machine, on the way to the run."""
+    host, port = host_and_port(invitation.address)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, port))  # of a datagram: nothing is sent
+        return str(way.getsockname()[0])
+
+
+async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
+    loop = asyncio.get_running_loop()
+    ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
+    ended: asyncio.Future[None] = loop.create_future()
+    ends = Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
+    channel = PartChannel(ends, node.Message, on_broken=partial(loop.call_soon_threadsafe, _break, ended))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            desk = _Desk(channel=channel, address=_own_address(invitation), ended=ended, say=say, tasks=tasks)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, desk.leave)
+            desk.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
+            say(f"joined the run at {invitation.address}; Ctrl-C leaves it")
+            hearing, telling = tasks.create_task(_hear(desk, ears)), tasks.create_task(_tell_that_it_lives(desk))
+            await asyncio.wait([ended])
+            telling.cancel()
+            await asyncio.wait([hearing])  # no socket is closed while another thread reads it
+            await desk.drop_all()
+        ended.result()
+    finally:
+        channel.close()
+        ears.shutdown()
+
+
+async def _hear(desk: _Desk, ears: ThreadPoolExecutor) -> None:
+    loop = asyncio.get_running_loop()
+    while not desk.ended.done():
+        try:
+            messages = await loop.run_in_executor(ears, desk.channel.receive, WAIT_S)
+        except msgspec.DecodeError as error:
+            words = f"the run says something that is no message: {error}"
+            desk.ended.set_exception(RunError(words, remedy="use one version of headrace"))
+            return
+        for message in messages:
+            desk.obey(message)
+
+
+async def _tell_that_it_lives(desk: _Desk) -> None:
+    while True:
+        desk.tell(Alive())
+        await asyncio.sleep(ALIVE_S)
+
+
+def _break(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_exception(
+            RunError(
+                "the connection to the run is broken: what ran here has ended",
+                remedy="look at the run; where it goes on, join again",
+            )
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Desk:
+    """The processes that run here for the run."""
+
+    channel: PartChannel
+    address: str
+    ended: asyncio.Future[None]
+    say: Callable[[str], None]
+    tasks: asyncio.TaskGroup
+    keepers: dict[int, Keeper] = field(default_factory=dict)
+    watched: set[int] = field(default_factory=set)
+    """Keepers of which the run waits for the end."""
+    asked_to_leave: bool = False
+
+    def tell(self, message: object) -> None:
+        """Tell the run, unless it cannot be reached."""
+        with contextlib.suppress(zmq.Again):
+            self.channel.send(message)
+
+    def obey(self, message: node.Message) -> None:
+        match message:
+            case Do():
+                self.tasks.create_task(self._do(message))
+            case Drop():
+                self.tasks.create_task(self._drop(message.keeper))
+            case Refused() if not self.ended.done():
+                self.tell(Left())
+                error = RunError(f"the run sends this machine away: {message.problem}", remedy=message.remedy)
+                self.ended.set_exception(error)
+            case Farewell() if not self.ended.done():
+                self.tell(Left())
+                self.say("left: what ran here has ended" if self.asked_to_leave else "the run has ended")
+                self.ended.set_result(None)
+
+    def leave(self) -> None:
+        """What runs here may end; the second time, it does."""
+        if not self.asked_to_leave:
+            self.asked_to_leave = True
+            self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
+            self.tell(Leaving())
+        elif not self.ended.done():
+            self.ended.set_result(None)
+
+    async def drop_all(self) -> None:
+        """Nothing that was started here is left."""
+        await asyncio.gather(*(self._drop(number) for number in self.keepers))
+
+    async def _do(self, order: Do) -> None:
+        answer: bytes | int | float = b""
+        try:
+            keeper = self.keepers.get(order.keeper) or Keeper(self.address)
+            self.keepers[order.keeper] = keeper
+            match order.what:
+                case "look":
+                    answer = keeper.look(order.asked)
+                case "begin":
+                    answer = await keeper.begin(_only_environments(order.asked))
+                case "computed_s":
+                    answer = await keeper.computed_s()
+                case "ended":
+                    self.watched.add(order.keeper)
+                    answer = await keeper.ended()
+                    self._forget(order.keeper)
+        except (OSError, RunError, msgspec.DecodeError) as error:
+            self.tell(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
+        else:
+            self.tell(Done(call=order.call, answer=answer))
+
+    async def _drop(self, number: int) -> None:
+        keeper = self.keepers.get(number)
+        if keeper is None:
+            return
+        await keeper.drop()
+        if number not in self.watched:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self.watched.discard(number)
+        self.keepers.pop(number, None)
+
+
+def _only_environments(asked: bytes) -> bytes:
+    """Nothing else is started here."""
+    start = msgspec.json.decode(asked, type=Begin).briefing.start
+    if not isinstance(start, EnvironmentStart):
+        raise RunError(f"the run wants to start {type(start).__name__} here", remedy="only environments run here")
+    return asked
