@@ -92,27 +92,14 @@ def long(directory: Path, seed: int) -> Task:
     more = "".join(chr(code) for code in range(0xC0, 0xC0 + 18))
     spec = TinySpec(
         vocab=letters + more, seed=seed, hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4,
-        intermediate_size=1536, max_positions=1024, extra={"tie_word_embeddings": True},
+        intermediate_size=1536, max_positions=1024, even_ends=True, extra={"tie_word_embeddings": True},
     )  # fmt: skip
     make_tiny(directory / "model", spec)
-    _end_is_as_likely_everywhere(directory / "model")
     rng = np.random.default_rng(seed)
     rows = [{"prompt": "".join(rng.choice(list(letters), 16)), "answer": 0} for _ in range(2048)]
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "reward.py").write_text(ODD)
     return Task(directory=directory, prompts=8, group=8, new_tokens=LONG_MOST, lr=1e-6, steps=8, micro=8)
-
-
-def _end_is_as_likely_everywhere(model_dir: Path) -> None:
-    """A zero row of the head: the logit of the end is 0 whatever the context, one of about 128 like the others'."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[tokenizer.eos_token_id] = 0.0
-    model.save_pretrained(model_dir)
 
 
 TASKS = {"demo": demo, "long": long, "slow": slow}

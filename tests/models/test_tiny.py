@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.tiny import TinySpec, char_tokenizer, make_tiny
@@ -45,3 +46,16 @@ def test_tokenizer_gives_every_character_its_own_token_and_back(text: str) -> No
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.unk_token_id not in ids
+
+
+def test_an_answer_may_be_as_likely_to_end_in_any_place(tmp_path: Path) -> None:
+    letters = "abcdefghijklmnopqrstuvwxyz012345"
+    tied = {"tie_word_embeddings": True}
+    path = make_tiny(tmp_path / "even", TinySpec(vocab=letters, even_ends=True, extra=tied))
+    model, end = AutoModelForCausalLM.from_pretrained(path), load_tokenizer(str(path)).eos_token_id
+    with torch.no_grad():
+        logits_STV = model(torch.randint(3, 35, (8, 16), generator=torch.Generator().manual_seed(0))).logits
+    assert not logits_STV[..., end].any()
+    ends_ST = logits_STV.softmax(-1)[..., end]
+    assert 1 / 40 < float(ends_ST.mean()) < 1 / 30
+    assert float(ends_ST.std()) < 0.05 * float(ends_ST.mean())

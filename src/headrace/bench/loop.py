@@ -89,7 +89,7 @@ def _paired(demo: Demo, directory: Path, tell: Callable[[str], None]) -> tuple[l
             per_token: list[float] = []
             for max_age in (1, 0):
                 tell(f"slow reward, pair {pair}, max_age={max_age}")
-                settings = (f"flow.max_age={max_age}", f"env.reward={slow}:reward", f"run.steps={PAIR_STEPS}")
+                settings = (f"flow.max_age={max_age}", f"env.reward={slow}:right", f"run.steps={PAIR_STEPS}")
                 summary = _run(demo, directory / f"pair-{pair}-{max_age}", *settings, "data.eval_path=")
                 per_token.append(summary.wall_s / summary.tokens_trained)
                 rows.append(_row(f"slow reward, max_age={max_age}", summary, pair=pair))

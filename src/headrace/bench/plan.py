@@ -1,42 +1,105 @@
-"""The planner: how large a run it simulates in a minute, and how well it predicts runs of the demo on this machine.
+"""The planner: how large a run it simulates in a minute, and how well it predicts runs on this machine.
 
-Two runs of the demo are read for what things cost here; six are predicted, of which four have settings that the two did
-not: another bound, another batch, rewards that take their time. Measured and simulated alike from the end of the third
-step to the end of the last.
+Two tasks: answers of geometric length, and the demo, whose answers have three digits. Of each two runs are read for
+what things cost here; six are predicted, of which four have settings that the two did not: another bound, another
+batch, rewards that take their time. Measured and simulated alike from the end of the third step to the end of the last.
 """
 
 from __future__ import annotations
 
+import json
+import random
+import string
 import tempfile
 from collections.abc import Callable
-from importlib.resources import as_file, files
+from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.bench.base import Report, Row, Target, at_most, report
 from headrace.clock import RealClock
 from headrace.flow import FlowConfig
+from headrace.models.tiny import TinySpec, make_tiny
 from headrace.observe.calibrating import calibrated, recording
 from headrace.plan import Outcome, Simulation, Workload, World
 from headrace.plan.calibration import SKIPPED, Recording
 from headrace.plan.costs import Roofline, SyncCost, TrainingRate
 from headrace.plan.spread import Lognormal, Uniform
 from headrace.plan.system import Measured
-from headrace.recipes.demo import Demo, build_demo
+from headrace.recipes.demo import build_demo
 from headrace.session import load_config, train
 
-STEPS = 60
 ENGINES, GROUPS, GROUP_SIZE, BATCH = 8_000, 62_464, 16, 1024
 """Of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
 SLOW = "slow reward"
-RUNS: dict[str, tuple[str, ...]] = {
-    "max_age 1": ("flow.max_age=1",),
-    "max_age 0": ("flow.max_age=0",),
-    "max_age 2": ("flow.max_age=2",),
-    "half the batch": ("flow.max_age=1", "flow.groups_per_step=32"),
-    f"{SLOW}, max_age 1": ("flow.max_age=1",),
-    f"{SLOW}, max_age 0": ("flow.max_age=0",),
-}
-"""What is measured; the first two are what costs are read from."""
+REWARDS = Path(__file__).with_name("slow_reward.py")
+ROWS = 2048
+LONG = """
+[model]
+path = "model"
+[data]
+path = "rows.jsonl"
+[engine]
+max_new_tokens = 256
+max_sequences = 128
+[flow]
+groups_per_step = 16
+group_size = 4
+[learner]
+lr = 1e-6
+[run]
+seed = 0
+"""
+"""A run file; its answers have 62 tokens on average, and keep that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is run."""
+
+    name: str
+    make: Callable[[Path], Path]
+    """Its run file, in a directory."""
+    slow: str
+    """The reward that takes its time."""
+    groups: int
+    """Of a step."""
+    steps: int
+
+    @property
+    def runs(self) -> dict[str, tuple[str, ...]]:
+        """What is measured; the first two are what costs are read from."""
+        return {
+            f"{self.name}, max_age 1": ("flow.max_age=1",),
+            f"{self.name}, max_age 0": ("flow.max_age=0",),
+            f"{self.name}, max_age 2": ("flow.max_age=2",),
+            f"{self.name}, half the batch": ("flow.max_age=1", f"flow.groups_per_step={self.groups // 2}"),
+            f"{self.name}, {SLOW}, max_age 1": ("flow.max_age=1",),
+            f"{self.name}, {SLOW}, max_age 0": ("flow.max_age=0",),
+        }
+
+
+def _long(directory: Path) -> Path:
+    letters = string.ascii_letters + string.digits
+    spec = TinySpec(
+        vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
+        extra={"tie_word_embeddings": True},
+    )  # fmt: skip
+    make_tiny(directory / "model", spec)
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices(letters, k=16)), "answer": 0} for _ in range(ROWS)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "run.toml").write_text(f'{LONG}[env]\nreward = "{REWARDS}:odd"\n')
+    return directory / "run.toml"
+
+
+def _demo(directory: Path) -> Path:
+    return build_demo(directory, seed=0).run_file
+
+
+TASKS = (
+    Task(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
+    Task(name="demo", make=_demo, slow="right", groups=64, steps=60),
+)
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
@@ -52,16 +115,18 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
     targets = [at_most("10,000 accelerators, a million episodes", seconds, 60, "s")]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
-        tell("the demo's model")
-        demo = build_demo(directory / "demo", seed=0)
-        for name in RUNS:
-            tell(name)
-            _run(demo, directory / name, name, 14 if quick else STEPS)
-        measured = calibrated(*(directory / name for name in list(RUNS)[:2]))
-        for name in RUNS:
-            row, held = _compared(name, recording(directory / name), measured)
-            rows.append(row)
-            targets += held
+        for task in TASKS:
+            tell(f"{task.name}: the model")
+            run_file = task.make(directory / task.name)
+            for name, settings in task.runs.items():
+                tell(name)
+                reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
+                _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
+            measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
+            for name in task.runs:
+                row, held = _compared(name, recording(directory / name), measured)
+                rows.append(row)
+                targets += held
     return report(rows, targets)
 
 
@@ -82,17 +147,15 @@ def _large(*, quick: bool) -> Outcome:
     return Simulation(world, seed=0).run()
 
 
-def _run(demo: Demo, run_dir: Path, name: str, steps: int) -> None:
+def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None:
     quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.dir={run_dir}", f"run.steps={steps}")
-    with as_file(files("headrace.bench") / "slow_reward.py") as slow:
-        reward = (f"env.reward={slow}:reward",) if name.startswith(SLOW) else ()
-        train(load_config(demo.run_file, [*quiet, *RUNS[name], *reward]))
+    train(load_config(run_file, [*quiet, *settings]))
 
 
 def _compared(name: str, run: Recording, measured: Measured) -> tuple[Row, list[Target]]:
     """One run, and what two others said it would be."""
     flow = run.config["flow"]
-    reward_s = Uniform(low=0.05, high=0.5) if name.startswith(SLOW) else measured.workload.reward_s
+    reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s
     world = World(
         flow=FlowConfig(
             groups_per_step=flow["groups_per_step"], group_size=flow["group_size"], max_age=flow["max_age"]

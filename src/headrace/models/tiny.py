@@ -35,6 +35,9 @@ class TinySpec:
     """Longest context, in tokens."""
     init_std: float = 0.02
     """Standard deviation of the random matrices; larger ones make the model's choices more decided."""
+    even_ends: bool = False
+    """Whether an answer is as likely to end in any place, so that lengths are geometric: the logit of the end is 0
+    whatever was written, and the others lie around it. Their mean is about the number of characters in ``vocab``."""
     chat_template: str | None = None
     """Jinja template of the tokenizer; ``None`` for a model of plain text."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +71,9 @@ def make_tiny(directory: Path, spec: TinySpec) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config)
+    if spec.even_ends:
+        with torch.no_grad():
+            model.get_output_embeddings().weight[tokenizer.eos_token_id] = 0.0
     logging.disable_progress_bar()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
