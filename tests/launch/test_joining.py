@@ -20,6 +20,7 @@ from headrace import __version__
 from headrace.errors import ConfigError, DataError
 from headrace.launch.channel import admitted
 from headrace.launch.joining.invitation import Invitation, read_invitation, write_invitation
+from headrace.launch.joining.node import NobodyThere, Offer, join
 from headrace.launch.starts import Keep
 from headrace.session import load_config
 from headrace.types.messages.codec import Codec
@@ -285,6 +286,13 @@ def test_what_is_no_invitation_is_told_so(tmp_path: Path, text: str) -> None:
     with pytest.raises(DataError) as raised:
         read_invitation(path)
     assert "is no invitation" in raised.value.problem
+
+
+def test_an_address_to_which_no_way_leads_is_told_so(tmp_path: Path) -> None:
+    key = zmq.curve_keypair()[0].decode()
+    write_invitation(tmp_path / "join.json", Invitation(address="[2001:db8::1]:7781", key=key, token="t"))
+    with pytest.raises(NobodyThere):
+        join(tmp_path, Offer(workers=1), print)
 
 
 def test_an_invitation_is_for_its_owner_alone_whatever_lay_there(tmp_path: Path) -> None:

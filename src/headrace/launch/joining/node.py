@@ -95,23 +95,32 @@ def _knocked(invitation: Invitation, offer: Offer) -> Welcome:
         entry=_found_from_anywhere(offer.entry),
     )
     codec = Codec(AtTheDoor)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
-        admitted(socket, invitation.address, invitation.key)
-        socket.connect(f"tcp://{invitation.address}")
-        socket.send(codec.encode(knock))
-        if not socket.poll(int(ANSWER_S * 1000)):
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.setsockopt(zmq.LINGER, 0)
+        admitted(line, invitation.address, invitation.key)
+        line.connect(f"tcp://{invitation.address}")
+        line.send(codec.encode(knock))
+        if not line.poll(int(ANSWER_S * 1000)):
             raise NobodyThere(
                 f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run takes others in there, or not "
                 "whoever has this invitation",
                 remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
             )
-        answer = codec.decode(socket.recv())
+        answer = _understood(codec, line.recv())
     if isinstance(answer, Refused):
         raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
     assert isinstance(answer, Welcome)
     return answer
+
+
+def _understood(codec: Codec, data: bytes) -> object:
+    try:
+        return codec.decode(data)
+    except msgspec.DecodeError as error:
+        raise RunError(
+            f"the run's answer is none: {error}", remedy="install the same version of headrace everywhere"
+        ) from None
 
 
 def _found_from_anywhere(entry: str) -> str:
@@ -124,7 +133,13 @@ def _own_address(invitation: Invitation) -> str:
     """Of this machine, on the way to the run."""
     host, port = host_and_port(invitation.address)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, port))  # of a datagram: nothing is sent
+        try:
+            way.connect((host, port))  # of a datagram: nothing is sent
+        except OSError as error:
+            raise NobodyThere(
+                f"no way leads from this machine to {invitation.address}: {error.strerror}",
+                remedy="is launch.join an address by which this machine reaches that one?",
+            ) from None
         return str(way.getsockname()[0])
 
 

@@ -60,7 +60,7 @@ def _cards(episode: Episode) -> str:
     cards = [
         ("reward", figure(episode.reward), ""),
         ("status", str(episode.status), episode.cause),
-        ("sampled tokens", f"{episode.num_sampled:,}", f"in {len(sampled)} answers"),
+        ("sampled tokens", f"{episode.num_sampled:,}", f"in {len(sampled)} answer{'' if len(sampled) == 1 else 's'}"),
         ("turns", f"{len(episode.turns)}", f"{branches} branches" if branches > 1 else ""),
         *((name, figure(value), "part of the reward") for name, value in episode.parts.items()),
         *((name, figure(value), "reward of the agent") for name, value in episode.agent_rewards.items()),
