@@ -17,8 +17,9 @@ import pytest
 import zmq
 
 from headrace import __version__
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.launch.channel import admitted
+from headrace.launch.far.keeper import family_of
 from headrace.launch.joining.invitation import Invitation, read_invitation, write_invitation
 from headrace.launch.joining.node import NobodyThere, Offer, join
 from headrace.launch.starts import Keep
@@ -48,10 +49,11 @@ KEEP = Keep(memory_bytes=0, processes=40)
 SINGLE = ("env.kind=single_turn", "env.entry=", "env.reward=reward.py:reward")
 
 
-def free_address() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{one.getsockname()[1]}"
+def free_address(host: str = "127.0.0.1") -> str:
+    with socket.socket(family_of(host)) as one:
+        one.bind((host, 0))
+        port = one.getsockname()[1]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @asynccontextmanager
@@ -104,6 +106,20 @@ def test_episodes_run_on_a_machine_that_joins_and_here_again_when_it_leaves(tmp_
             ]  # fmt: skip
             assert not at.warnings
         assert not at.invitation.exists()
+
+    asyncio.run(main())
+
+
+def test_machines_join_at_an_address_of_version_6_too(tmp_path: Path) -> None:
+    try:
+        address = free_address("::1")
+    except OSError:
+        pytest.skip("this machine has no such address")
+
+    async def main() -> None:
+        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, join=address) as at, joined(at.invitation):
+            await until(lambda: len(elsewhere(at)) == 1)
+            assert len(set(await at.run(*["wait 0.2"] * 4))) == 2
 
     asyncio.run(main())
 
@@ -288,10 +304,20 @@ def test_what_is_no_invitation_is_told_so(tmp_path: Path, text: str) -> None:
     assert "is no invitation" in raised.value.problem
 
 
-def test_an_address_to_which_no_way_leads_is_told_so(tmp_path: Path) -> None:
-    key = zmq.curve_keypair()[0].decode()
-    write_invitation(tmp_path / "join.json", Invitation(address="255.255.255.255:7781", key=key, token="t"))
-    with pytest.raises(NobodyThere, match="no way leads"):
+@pytest.mark.parametrize(
+    ("change", "error", "problem"),
+    [
+        ({"key": "k"}, DataError, "the key in the invitation is none"),
+        ({"address": "255.255.255.255:7781"}, NobodyThere, "no way leads from this machine to 255.255.255.255:7781"),
+        ({"address": "no..name:7781"}, NobodyThere, "no way leads from this machine to no..name:7781"),
+    ],
+)
+def test_an_invitation_that_leads_nowhere_is_told_so(
+    tmp_path: Path, change: dict[str, str], error: type[HeadraceError], problem: str
+) -> None:
+    given = Invitation(address="127.0.0.1:9", key=zmq.curve_keypair()[0].decode(), token="t")
+    write_invitation(tmp_path / "join.json", msgspec.structs.replace(given, **change))
+    with pytest.raises(error, match=problem):
         join(tmp_path, Offer(workers=1), print)
 
 

@@ -125,12 +125,15 @@ class EnvPool:
                     task.cancel()
                 await asyncio.gather(*(shift.retire() for shift in list(crew.shifts)))
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            error: BaseException = errors
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
         finally:
             self._dissolve(crew)
             crew.lose()
-            for shift in list(crew.shifts):
-                await shift.worker.kill()
+            await asyncio.gather(*(shift.worker.kill() for shift in crew.shifts))
+            for shift in crew.shifts:
                 shift.worker.close()
 
     def _settle(self, crew: Crew) -> list[asyncio.Task[None]]:
@@ -315,9 +318,16 @@ class EnvPool:
         """A new worker in that place. Raises :class:`~headrace.launch.clients.shift.Gone`."""
         crew = place.crew
         shift = Shift(await crew.start_worker())
-        crew.shifts.add(shift)
         assert crew.helpers is not None
-        crew.helpers.create_task(self._tend(place, shift))
+        tending = self._tend(place, shift)
+        try:
+            crew.helpers.create_task(tending)
+        except RuntimeError:  # no task may begin any more: the machine has left meanwhile
+            tending.close()
+            await shift.worker.kill()
+            shift.worker.close()
+            raise Gone from None
+        crew.shifts.add(shift)
         return shift
 
     async def _some_crew(self) -> Crew:
@@ -340,7 +350,6 @@ class EnvPool:
             watching = group.create_task(self._watch(shift))
             cause = await dying
             shift.cause = worker.peer.nonsense or cause.partition("\n")[0]
-            was_idle = not shift.served  # else what an episode has left behind may have killed it
             if place.shift is shift:
                 place.shift = None
             watching.cancel()
@@ -349,8 +358,8 @@ class EnvPool:
         place.crew.shifts.discard(shift)
         shift.left.set()
         shift.settled.set()
-        if not shift.replaced:
-            self._count_death(place.crew, worker.peer, cause, was_idle=was_idle)
+        if not shift.replaced:  # where it had an episode, what that left behind may have killed it
+            self._count_death(place.crew, worker.peer, cause, was_idle=not shift.served)
 
     async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and episodes can run in its place, or it has died."""

@@ -217,4 +217,6 @@ class Room(asyncio.Semaphore):
 
     def shrink(self, by: int) -> None:
         """By so many; what is taken of them is given back by whoever has it."""
-        self._owed += by
+        free = min(self._value, by)
+        self._value -= free
+        self._owed += by - free

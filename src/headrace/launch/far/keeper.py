@@ -85,7 +85,7 @@ class Keeper:
     def look(self, asked: bytes) -> bytes:
         """What this node has of what is asked."""
         question, address = msgspec.json.decode(asked, type=Asked), self._address
-        with socket.socket() as free:
+        with socket.socket(family_of(address)) as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
         found = Found(
@@ -137,6 +137,11 @@ class Keeper:
         if self._process is None:
             raise RunError("this keeper has no process", remedy="start one first")
         return self._process
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Of the sockets that may have that address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface(address: str) -> str:

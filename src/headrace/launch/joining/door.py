@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import zmq
@@ -24,22 +23,20 @@ import zmq.asyncio
 
 from headrace import __version__
 from headrace.clock import RealClock
-from headrace.errors import ConfigError, DeadlineError, HeadraceError, RunError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.launch.channel import ControllerChannel, guarded
-from headrace.launch.child import Child, Errand, Process, Site, Starter
+from headrace.launch.child import Child, Site, Starter
 from headrace.launch.clients import EnvPool
-from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.clients.shift import Crew, Gone
-from headrace.launch.far.keeper import Asked, Begin, Found
-from headrace.launch.far.paths import paths_of
-from headrace.launch.far.process import Broken, FarProcess, Lost, in_time
+from headrace.launch.clients.peer import Peer
+from headrace.launch.clients.shift import Crew
+from headrace.launch.far.keeper import Asked
+from headrace.launch.joining.guest import Guest, GuestPeer, Terms
 from headrace.launch.joining.invitation import INVITATION_FILE, Invitation, host_and_port, write_invitation
 from headrace.launch.order import Order
-from headrace.launch.starts import Briefing, EnvironmentStart
+from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import controller
 from headrace.types.messages.codec import Codec
-from headrace.types.messages.controller import Alive, Done, Failure, Leaving, Left
-from headrace.types.messages.node import Do, Drop, Farewell, Knock, Refused, Welcome
+from headrace.types.messages.node import Farewell, Knock, Refused, Welcome
 from headrace.types.observation import Event
 
 COME_S = 20.0
@@ -50,12 +47,14 @@ QUIET_LOOKS = 15
 """Looks without a word after which it counts as lost."""
 LAST_LOOKS = 3
 """The same where a connection broke, which may have been nobody's."""
-LAST_S = 1.0
-"""How long it may take to hear a last word."""
 MAX_KNOCK = 1 << 16
 """Bytes of a knock."""
 MAX_WORKERS = 1024
 """Of one machine."""
+FILES = 16
+"""Open files that a worker elsewhere takes here, and a machine: sockets, and what they need."""
+MOST_FILES = 1 << 16
+"""This process raises its limit of open files so far, where it may."""
 
 StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
@@ -84,6 +83,9 @@ class Door:
         self._codec = Codec(Knock)
         self._token = secrets.token_hex(32)
         self._num_guests = 0
+        self._num_here = 0
+        """Machines that have been let in and have not gone, and the workers that they offer."""
+        self._most_here = _open_files() // 2 // FILES
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -125,6 +127,7 @@ class Door:
                 )
                 theirs = msgspec.structs.replace(start, entry=knock.entry or start.entry)
                 crew = Crew(partial(start_worker, theirs, guest), knock.workers)
+                self._num_here += 1 + knock.workers
                 visits.create_task(self._visit(guest, crew, pool))
 
     async def _knock(self) -> tuple[bytes, bytes]:
@@ -154,19 +157,25 @@ class Door:
             )
         if not 1 <= knock.workers <= MAX_WORKERS:
             return Refused(problem=f"{knock.workers} workers", remedy=f"offer 1 to {MAX_WORKERS}")
+        if self._num_here + 1 + knock.workers > self._most_here:
+            return Refused(
+                problem=f"with its {knock.workers} workers the run would have more machines and workers elsewhere than "
+                f"the {self._most_here} for which it may open files",
+                remedy="offer fewer, or raise the limit (ulimit -n) of whoever starts the run",
+            )
         return knock
 
-    def _guest(self, knock: Knock) -> _Guest:
+    def _guest(self, knock: Knock) -> Guest:
         name = f"node-{self._num_guests}"
         self._num_guests += 1
         channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._host)
-        peer = _GuestPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
+        peer = GuestPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
         asked = Asked(paths={}, run_dir=str(self._order.run_dir), mark=self._mark.name)
         address = knock.address[:64].encode("ascii", "replace").decode()
-        terms = _Terms(home=self._host, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
-        return _Guest(peer, channel, address, terms)
+        terms = Terms(home=self._host, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
+        return Guest(peer, channel, address, terms)
 
-    async def _visit(self, guest: _Guest, crew: Crew, pool: EnvPool) -> None:
+    async def _visit(self, guest: Guest, crew: Crew, pool: EnvPool) -> None:
         """One machine, from its coming to its going. What goes wrong with it ends its visit, and not the run."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(guest.peer.listen())]
@@ -181,16 +190,17 @@ class Door:
                 await guest.send_away(Refused(problem=error.problem, remedy=error.remedy))
             finally:
                 await guest.send_away(Farewell())
+                self._num_here -= 1 + crew.num_workers
                 for task in tasks:
                     task.cancel()
 
-    def _say_goodbye(self, guest: _Guest) -> None:
+    def _say_goodbye(self, guest: Guest) -> None:
         if guest.gone:
             self._tell(f"{guest.address} was lost: what ran there begins again elsewhere", warning=True)
         else:
             self._tell(f"{guest.address} has left")
 
-    async def _watch(self, guest: _Guest, crew: Crew) -> None:
+    async def _watch(self, guest: Guest, crew: Crew) -> None:
         """Have it leave when it wants to, or when it is gone."""
         quiet_looks = 0
         while quiet_looks < (LAST_LOOKS if guest.broke else QUIET_LOOKS) and not guest.peer.spoke.is_set():
@@ -210,174 +220,7 @@ class Door:
         self._order.on_event(Event(wall_s=wall_s, text=text, level="warning" if warning else "info"))
 
 
-class _GuestPeer(ForeignPeer):
-    """A machine that has joined, as the controller hears it."""
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.was_heard = True
-        """Since that was looked at last."""
-        self.leaving = asyncio.Event()
-        """Whether it wants to go."""
-        self.left = asyncio.Event()
-        """Whether it goes."""
-
-    async def listen(self) -> None:
-        try:
-            await super().listen()
-        except RunError:  # it is not of this run
-            self.spoke.set()
-
-    def handle(self, message: object) -> None:
-        match message:
-            case Alive():
-                self.was_heard = True
-            case Leaving():
-                self.leaving.set()
-            case Left():
-                self.left.set()
-            case _:
-                super().handle(message)
-
-    def _fail(self, message: Failure) -> None:
-        if message.call is None:
-            super()._fail(message)
-        else:
-            Peer._fail(self, message)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """On which workers are started on machines that have joined."""
-
-    home: str
-    """The address of this machine, as those reach it."""
-    start_timeout_s: float
-    asked: Asked
-    """What each is asked before: without the paths."""
-
-
-class _Guest:
-    """The same, as one that starts workers: see :class:`~headrace.launch.child.Starter`."""
-
-    def __init__(self, peer: _GuestPeer, channel: ControllerChannel, address: str, terms: _Terms) -> None:
-        self.peer, self.channel, self.address = peer, channel, address
-        self.gone = False
-        self.broke = False
-        """Whether a connection to its channel broke, and it has not been heard since."""
-        self.home = terms.home
-        self._asked, self._timeout_s = terms.asked, terms.start_timeout_s
-        self._num_keepers = 0
-
-    async def send_away(self, word: Farewell | Refused) -> None:
-        """Tell it why it is of no use any more."""
-        if not self.gone:
-            self.peer.send(word)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_S):
-                    await self.peer.left.wait()
-            self.close()
-
-    def close(self) -> None:
-        """It is gone: whatever is waited for there is lost."""
-        if not self.gone:
-            self.gone = True
-            self.peer.close()
-
-    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
-        """Raises :class:`~headrace.launch.clients.shift.Gone`, or what keeps it from being started there."""
-        assert isinstance(errand.start, EnvironmentStart)
-        keeper = _GuestKeeper(self, self._num_keepers)
-        self._num_keepers += 1
-        try:
-            return await self._started(keeper, site, errand, errand.start)
-        except BaseException as error:
-            keeper.kill()
-            if isinstance(error, Lost):
-                raise Gone(str(error)) from None
-            if isinstance(error, Broken):
-                raise RunError(
-                    f"{errand.name} cannot be started on {self.address}: {error}", remedy="look at that machine"
-                ) from None
-            if isinstance(error, TimeoutError):
-                raise DeadlineError(
-                    f"{self.address} has not started {errand.name} within {self._timeout_s:g} s",
-                    remedy="is that machine overloaded?",
-                ) from None
-            raise
-
-    async def _started(
-        self, keeper: _GuestKeeper, site: Site, errand: Errand, start: EnvironmentStart
-    ) -> tuple[Peer, Process]:
-        found = await self._look(keeper, start)
-        channel = ControllerChannel(site.directory, errand.name, controller.Message, host=self.home)
-        peer = errand.make_peer(channel)
-        try:
-            order = Begin(
-                name=errand.name,
-                briefing=Briefing(start=start, ends=channel.ends),
-                token=site.token,
-                num_threads=errand.num_threads,
-                log=str(site.logs / f"{errand.name}.log") if found.shared else "",
-            )
-            pid = await in_time(keeper.call("begin", msgspec.json.encode(order)), self._timeout_s)
-        except BaseException:
-            peer.close()
-            raise
-        return peer, FarProcess(keeper, pid, self.address, kept=start.keep is not None)
-
-    async def _look(self, keeper: _GuestKeeper, start: EnvironmentStart) -> Found:
-        asked = msgspec.structs.replace(self._asked, paths=paths_of(start))
-        found = msgspec.json.decode(
-            await in_time(keeper.call("look", msgspec.json.encode(asked)), self._timeout_s), type=Found
-        )
-        for path in found.missing.values():
-            raise ConfigError(
-                f"{path!r}, which the environment needs, is not on {self.address}",
-                remedy="put it there under the same path, or say where it is: headrace join --entry FILE.py:NAME",
-            )
-        return found
-
-
-class _GuestKeeper:
-    """See :class:`~headrace.launch.far.process.Keeping`."""
-
-    def __init__(self, guest: _Guest, number: int) -> None:
-        self._guest, self._number = guest, number
-
-    def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._guest.gone:
-            answer.set_exception(Lost(_LOST))
-            return answer
-        peer = self._guest.peer
-        call = peer.next_call()
-
-        def settle(done: asyncio.Future[Done]) -> None:
-            if answer.done():
-                return
-            if done.cancelled():
-                answer.set_exception(Lost(_LOST))
-            elif error := done.exception():
-                answer.set_exception(Broken(str(error)))
-            else:
-                answer.set_result(done.result().answer)
-                return
-            answer.exception()  # whoever asked may have left
-
-        peer.expect(call, Done).add_done_callback(settle)
-        peer.send(Do(call=call, keeper=self._number, what=method, asked=arguments[0] if arguments else b""))
-        return answer
-
-    def kill(self) -> None:
-        if not self._guest.gone:
-            self._guest.peer.send(Drop(keeper=self._number))
-
-
-_LOST = "was lost with its machine"
-
-
-async def _listen_for_breaks(guest: _Guest) -> None:
+async def _listen_for_breaks(guest: Guest) -> None:
     while True:
         await guest.channel.broken()
         guest.broke, guest.peer.was_heard = True, False
@@ -390,3 +233,14 @@ async def _shows_itself(peer: Peer) -> bool:
 
 def _workers(crew: Crew) -> str:
     return f"{crew.num_workers} worker{'' if crew.num_workers == 1 else 's'}"
+
+
+def _open_files() -> int:
+    """How many this process may have, at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MOST_FILES
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most, soft)

@@ -25,7 +25,7 @@ from headrace import __version__
 from headrace.clock import RealClock
 from headrace.errors import DataError, DeadlineError, RunError
 from headrace.launch.channel import Ends, PartChannel, admitted
-from headrace.launch.far.keeper import Begin, Keeper
+from headrace.launch.far.keeper import Begin, Keeper, family_of
 from headrace.launch.joining.invitation import Invitation, host_and_port, read_invitation
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import node
@@ -97,7 +97,10 @@ def _knocked(invitation: Invitation, offer: Offer) -> Welcome:
     codec = Codec(AtTheDoor)
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
-        admitted(line, invitation.address, invitation.key)
+        try:
+            admitted(line, invitation.address, invitation.key)
+        except zmq.ZMQError:
+            raise DataError("the key in the invitation is none", remedy="copy the whole file again") from None
         line.connect(f"tcp://{invitation.address}")
         line.send(codec.encode(knock))
         if not line.poll(int(ANSWER_S * 1000)):
@@ -132,12 +135,12 @@ def _found_from_anywhere(entry: str) -> str:
 def _own_address(invitation: Invitation) -> str:
     """Of this machine, on the way to the run."""
     host, port = host_and_port(invitation.address)
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as way:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as way:
         try:
             way.connect((host, port))  # of a datagram: nothing is sent
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: that is no name of a machine
             raise NobodyThere(
-                f"no way leads from this machine to {invitation.address}: {error.strerror}",
+                f"no way leads from this machine to {invitation.address}: {error}",
                 remedy="is launch.join an address by which this machine reaches that one?",
             ) from None
         return str(way.getsockname()[0])
