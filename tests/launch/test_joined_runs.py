@@ -70,9 +70,12 @@ def test_a_run_of_programs_all_of_them_on_another_machine(tmp_path: Path) -> Non
     model = chat_model(tmp_path / "tiny")
     run_file = make_env_run(tmp_path / "run", model, ROLLOUT, "rollout", env=env,
                             launch={"engine_threads": 1, "learner_threads": 1, "join": address()})  # fmt: skip
+    told = headrace("train", run_file, "--dry-run").stdout
+    assert "with workers for environments, all of them run there." in told
     with join(run_file.parent / "run") as machine, running("train", run_file) as run:
         try:
             run.until_step(1)
+            assert any("waits for a machine to join at" in line for line in run.lines)
             status = json.loads((run_file.parent / "run" / "status.json").read_text())
             nodes = {part["role"].partition("-")[0]: part["node"] for part in status["components"]}
             assert (nodes["environment"], nodes["engine"]) == ("127.0.0.1", "")

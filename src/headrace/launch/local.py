@@ -240,6 +240,10 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
 
 async def _environments_ready(envs: EnvPool, order: Order) -> None:
     timeout_s = order.launch.start_timeout_s
+    invitation = order.run_dir / INVITATION_FILE
+    if not envs.keeps_some_here:
+        words = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
+        order.on_event(Event(wall_s=0.0, text=words))
     try:
         async with asyncio.timeout(timeout_s):
             await envs.started()
@@ -252,8 +256,7 @@ async def _environments_ready(envs: EnvPool, order: Order) -> None:
         raise DeadlineError(
             f"no machine has joined at {order.launch.join} within {timeout_s:g} s, and env.workers=0 keeps no "
             "environment on this one",
-            remedy=f"run headrace join there, with {order.run_dir / INVITATION_FILE}; raise launch.start_timeout_s, or "
-            "set env.workers >= 1",
+            remedy=f"run headrace join there, with {invitation}; raise launch.start_timeout_s, or set env.workers >= 1",
         ) from None
 
 

@@ -34,6 +34,7 @@ def explain(prepared: Prepared) -> str:
         *_selection(config, len(prepared.tasks)),
         f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
         *(_on_cluster(config) if config.launch.remote else _here(prepared, cores)),
+        *_others(config),
         *_servers(config),
     ]
     learner = config.learner.serving(columns_of(config.algo))
@@ -57,6 +58,14 @@ def _servers(config: RunConfig) -> list[str]:
     urls, python = engine.server.urls, engine.server.python or "this environment"
     where = f"at {', '.join(urls)}" if urls else f"that each engine starts from {python}"
     return [f"Answers are sampled by {engine.kind}, {where}."]
+
+
+def _others(config: RunConfig) -> list[str]:
+    """What machines that join are for."""
+    if not config.launch.join:
+        return []
+    here = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
+    return [f"Other machines may join at {config.launch.join} with workers for environments, {here}."]
 
 
 def _here(prepared: Prepared, cores: int) -> list[str]:
