@@ -82,8 +82,9 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def elsewhere(at: Crew) -> list[int]:
-    """Workers on other machines that live, by process id."""
-    return [child.pid for child in at.children if child.node and child.state == "ready"]
+    """Workers on other machines that episodes may begin in, by process id."""
+    workers = [place.shift.worker for place in at.pool._places if place.up and place.shift is not None]
+    return [child.pid for child in at.children if child.node and child in workers]
 
 
 def test_episodes_run_on_a_machine_that_joins_and_here_again_when_it_leaves(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ REWARD = (
 CAUSES = {
     **dict.fromkeys(("fine", "bomb"), ""),
     **dict.fromkeys(("raise", "stop", "exit", "unspeakable", "recurse", "text", "list", "dict", "odd"), "reward_error"),
-    **dict.fromkeys(("huge", "coroutine", "shout", "sockets"), "reward_error"),
+    **dict.fromkeys(("huge", "coroutine", "shout"), "reward_error"),
     **dict.fromkeys(("nan", "infinite"), "reward_nan"),
     **dict.fromkeys(("hang", "await"), "reward_timeout"),
     **dict.fromkeys(("abort", "quit", "segfault", "daemon"), "reward_crashed"),
@@ -129,7 +129,7 @@ CAUSES = {
 EITHER = {
     # a busy machine notices late
     **dict.fromkeys(("fork", "eat", "garble", "accuse"), ("reward_crashed", "reward_timeout")),
-    "gigabyte": ("reward_error", "reward_timeout"),
+    **dict.fromkeys(("gigabyte", "sockets"), ("reward_error", "reward_timeout")),
     "everybody": ("reward_crashed", "reward_error"),
     "parents": ("reward_crashed", "reward_error"),
     "close": ("reward_crashed", "reward_timeout", "reward_error"),
