@@ -19,6 +19,7 @@ PROGRAM = """
     import json, os, urllib.request
 
     task = json.load(open(os.environ["HEADRACE_TASK"]))
+    assert "//127.0.0.2:" in os.environ["OPENAI_BASE_URL"]  # where others find the run
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         data=json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode(),

@@ -151,7 +151,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
     ends = Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
-    channel = PartChannel(ends, node.Message, on_broken=partial(loop.call_soon_threadsafe, _break, ended))
+    channel = PartChannel(ends, node.Message, on_broken=partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN))
     try:
         async with asyncio.TaskGroup() as tasks:
             desk = _Desk(channel=channel, address=_own_address(invitation), ended=ended, say=say, tasks=tasks)
@@ -177,7 +177,7 @@ async def _hear(desk: _Desk, ears: ThreadPoolExecutor) -> None:
             messages = await loop.run_in_executor(ears, desk.channel.receive, WAIT_S)
         except msgspec.DecodeError as error:
             words = f"the run says something that is no message: {error}"
-            desk.ended.set_exception(RunError(words, remedy="use one version of headrace"))
+            _give_up(desk.ended, RunError(words, remedy="use one version of headrace"))
             return
         for message in messages:
             desk.obey(message)
@@ -189,14 +189,15 @@ async def _tell_that_it_lives(desk: _Desk) -> None:
         await asyncio.sleep(ALIVE_S)
 
 
-def _break(ended: asyncio.Future[None]) -> None:
+def _give_up(ended: asyncio.Future[None], error: RunError) -> None:
     if not ended.done():
-        ended.set_exception(
-            RunError(
-                "the connection to the run is broken: what ran here has ended",
-                remedy="look at the run; where it goes on, join again",
-            )
-        )
+        ended.set_exception(error)
+
+
+_BROKEN = RunError(
+    "the connection to the run is broken: what ran here has ended",
+    remedy="look at the run; where it goes on, join again",
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,10 +225,10 @@ class _Desk:
                 self.tasks.create_task(self._do(message))
             case Drop():
                 self.tasks.create_task(self._drop(message.keeper))
-            case Refused() if not self.ended.done():
+            case Refused():
                 self.tell(Left())
-                error = RunError(f"the run sends this machine away: {message.problem}", remedy=message.remedy)
-                self.ended.set_exception(error)
+                words = f"the run sends this machine away: {message.problem}"
+                _give_up(self.ended, RunError(words, remedy=message.remedy))
             case Farewell() if not self.ended.done():
                 self.tell(Left())
                 self.say("left: what ran here has ended" if self.asked_to_leave else "the run has ended")
