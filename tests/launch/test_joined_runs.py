@@ -48,19 +48,15 @@ def join(run_dir: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(begun, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(run: Running) -> dict[str, int]:
+def ended(run: Running, run_dir: Path) -> dict[str, int]:
     """The books of a run that has come to its end."""
     error = run.rest(120)
     assert run.process.returncode == 0, error
-    told = headrace("ledger", run_dir_of(run), "--json")
+    told = headrace("ledger", run_dir, "--json")
     books = json.loads(told.stdout)
     assert books["holds"]
     groups: dict[str, int] = books["conservation"]["groups"]
     return groups
-
-
-def run_dir_of(run: Running) -> Path:
-    return Path(str(run.process.args[-1])).parent / "run"  # type: ignore[index]
 
 
 @pytest.mark.timeout(180)
@@ -80,7 +76,7 @@ def test_a_run_of_programs_all_of_them_on_another_machine(tmp_path: Path) -> Non
             status = json.loads((run_file.parent / "run" / "status.json").read_text())
             nodes = {part["role"].partition("-")[0]: part["node"] for part in status["components"]}
             assert (nodes["environment"], nodes["engine"]) == ("127.0.0.1", "")
-            groups = ended(run)
+            groups = ended(run, run_file.parent / "run")
             words = machine.communicate(timeout=30)[0]
         finally:
             machine.kill()
@@ -105,7 +101,7 @@ def test_machines_come_and_are_killed_and_each_group_is_trained_once(tmp_path: P
                 run.until_step(step)
                 machines.append(join(run_file.parent / "run"))
                 machines[-2].send_signal(signal.SIGKILL)
-            groups = ended(run)
+            groups = ended(run, run_file.parent / "run")
         finally:
             for machine in machines:
                 machine.kill()
