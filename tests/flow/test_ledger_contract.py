@@ -14,7 +14,7 @@ from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.flow.ledger.opening import LEDGERS, make_ledger
 from headrace.testing.ledgers import GROUP_SIZE, LEDGER_CHECKS, OpenLedger
-from tests.flow.redis_server import RedisServer, started
+from tests.redis_server import RedisServer, started
 
 _numbers = count()
 

@@ -19,7 +19,7 @@ from headrace.flow.ledger.opening import open_ledger
 from headrace.testing.ledgers import commit, part, running, sampled, stream, trained
 from headrace.testing.ledgers import episode as made
 from headrace.types.group import GroupState
-from tests.flow.redis_server import started
+from tests.redis_server import started
 
 VERSION_1 = Path(__file__).with_name("ledger_v1.sqlite")
 """Written by the program of format 1: two groups trained, one ready, one running, one dropped."""

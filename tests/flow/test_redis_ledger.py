@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,16 +18,13 @@ from headrace.flow.ledger.base import Note
 from headrace.flow.ledger.opening import make_ledger
 from headrace.flow.ledger.redis import RedisLedger
 from headrace.testing.ledgers import commit, ready, running, trained
-from tests.flow.redis_server import RedisServer, started
+from tests.redis_server import RedisServer, redis_server
 
 
 @pytest.fixture
 def redis() -> Iterator[RedisServer]:
-    directory = Path(tempfile.mkdtemp(prefix="hr-"))  # a socket's path is short
-    server = started(directory)
-    yield server
-    server.kill()
-    shutil.rmtree(directory)
+    with redis_server() as server:
+        yield server
 
 
 def opened(redis: RedisServer, *, outage_s: float = 30.0, **sizes: int) -> RedisLedger:

@@ -28,7 +28,7 @@ from headrace.testing.sync import TOKEN, Pair, equal, line
 from headrace.types.messages import controller
 from headrace.types.weights import WeightUpdate
 from headrace.view import OpenRun
-from tests.flow.redis_server import PROGRAM
+from tests.redis_server import PROGRAM
 from tests.security.cables import Cable, cable
 from tests.view.synthetic import write_run, write_status
 

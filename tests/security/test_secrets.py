@@ -20,7 +20,7 @@ from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.opening import open_ledger
 from headrace.view import OpenRun
 from headrace.view.app import make_app
-from tests.flow.redis_server import started
+from tests.redis_server import started
 from tests.session.runs import make_run, running
 from tests.view.browsing import LET_IN, TOKEN
 

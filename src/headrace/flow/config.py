@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, Literal, Self, get_args
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from headrace.config import Section
+from headrace.config.redis import refuse_password
 from headrace.errors import ConfigError
 from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
@@ -161,13 +161,7 @@ class FlowConfig(Section):
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
                 remedy="give flow.ledger = 'redis' and flow.ledger_url = 'redis://host:6379/0' together, or neither",
             )
-        parts = urlsplit(self.ledger_url)
-        if parts.password or "password=" in parts.query:
-            raise ConfigError(
-                "flow.ledger_url holds a password, and the settings of a run stand in its files",
-                remedy="leave it out of the URL, and name an environment variable that holds it: "
-                "flow.ledger_password_env",
-            )
+        refuse_password("flow.ledger_url", self.ledger_url, "flow.ledger_password_env")
         if self.ledger_password_env and self.ledger != "redis":
             raise ConfigError(
                 f"flow.ledger_password_env={self.ledger_password_env!r} is set, and flow.ledger={self.ledger!r} needs "

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.clock import RealClock
-from headrace.environ import secret
+from headrace.config.redis import password_in, redis_package, without_password
 from headrace.errors import ConfigError, LedgerError
 from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled
 from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
@@ -63,8 +63,8 @@ class RedisLedger:
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
         outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
-        self._redis = _client()
-        self._where = f"{name} at {_without_password(url)}"
+        self._redis = redis_package("flow.ledger='redis'")
+        self._where = f"{name} at {without_password(url)}"
         self._stream, self._meta = f"headrace:{name}:operations", f"headrace:{name}:meta"
         self._writer = secrets.token_hex(8)
         self._outage_s = outage_s
@@ -73,11 +73,14 @@ class RedisLedger:
         self._closed = threading.Event()
         try:
             self._server = self._redis.Redis.from_url(
-                url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S, password=_password(password_env)
+                url,
+                socket_timeout=ANSWER_S,
+                socket_connect_timeout=ANSWER_S,
+                password=password_in("flow.ledger_password_env", password_env),
             )
         except ValueError as error:
             raise ConfigError(
-                f"flow.ledger_url={_without_password(url)!r}: {error}",
+                f"flow.ledger_url={without_password(url)!r}: {error}",
                 remedy="give redis://host:port/db, or unix:///path",
             ) from None
         self._append = self._server.register_script(_APPEND)
@@ -235,27 +238,3 @@ class RedisLedger:
                     f"the ledger {self._where} cannot be kept: {error}",
                     remedy="mend the server (redis-cli info; is its memory or its disk full?), then --resume",
                 ) from None
-
-
-def _client() -> Any:
-    try:
-        import redis
-    except ImportError:
-        raise ConfigError(
-            "flow.ledger='redis' needs the package redis", remedy="pip install 'headrace[redis]'"
-        ) from None  # fmt: skip
-    return redis
-
-
-def _password(variable: str) -> str | None:
-    if variable and not secret(variable):
-        raise ConfigError(
-            f"flow.ledger_password_env={variable!r}, and that environment variable is not set",
-            remedy=f"export {variable}=..., or leave flow.ledger_password_env out",
-        )
-    return secret(variable) or None
-
-
-def _without_password(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

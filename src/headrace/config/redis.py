@@ -1,0 +1,48 @@
+"""Redis servers that settings name: an address without a password, and the variable that holds it."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from headrace.environ import secret
+from headrace.errors import ConfigError
+
+
+def refuse_password(setting: str, url: str, variable: str) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` where the address in ``setting`` holds a password; ``variable``: the
+    setting that names where it belongs."""
+    parts = urlsplit(url)
+    if parts.password or "password=" in parts.query:
+        raise ConfigError(
+            f"{setting} holds a password, and the settings of a run stand in its files",
+            remedy=f"leave it out of the URL, and name an environment variable that holds it: {variable}",
+        )
+
+
+def redis_package(setting: str) -> Any:
+    """The package; ``setting`` needs it."""
+    try:
+        import redis
+    except ImportError:
+        raise ConfigError(f"{setting} needs the package redis", remedy="pip install 'headrace[redis]'") from None
+    return redis
+
+
+def password_in(setting: str, variable: str) -> str | None:
+    """What the environment variable holds that ``setting`` names; ``None`` where it names none."""
+    if variable and not secret(variable):
+        raise ConfigError(
+            f"{setting}={variable!r}, and that environment variable is not set",
+            remedy=f"export {variable}=..., or leave {setting} out",
+        )
+    return secret(variable) or None
+
+
+def without_password(url: str) -> str:
+    """
+    >>> without_password("redis://me:hush@10.0.0.9:6379/0")
+    'redis://10.0.0.9:6379/0'
+    """
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
