@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from headrace.engine.capabilities import CAPABILITIES
 from headrace.engine.served.config import ServerConfig
-from headrace.models.tiny import TinySpec, make_tiny
-from headrace.testing.engine_contract import CLAUSES, Clause, keep
-from headrace.testing.engine_rig import Rig, native_rig, served_rig
-from headrace.testing.engine_servers import fake_server
+from headrace.testing.engine_contract import SUITES, keep
+from headrace.testing.engine_rig import native_rig, served_rig
+from headrace.testing.servers import fake_server
 
-KINDS = ("native", "vllm", "sglang")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
+CASES = [(kind, name) for kind, can in CAPABILITIES.items() for name, suite in SUITES.items() if suite.has(can)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def rig(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    kind, scratch = request.param, tmp_path_factory.mktemp(request.param)
-    if kind == "native":
-        with native_rig(model, scratch) as made:
-            yield made
-        return
-    with (
-        fake_server(kind, model) as (url, _),
-        served_rig(kind, ServerConfig(urls=(url,), any_version=True), model, scratch) as made,
-    ):
-        yield made
-
-
-@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.name)
-def test_engine_keeps_what_it_promises_and_refuses_the_rest(clause: Clause, rig: Rig) -> None:
-    keep(clause, rig)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_engine_keeps_what_it_promises_and_refuses_the_rest(
+    kind: str, name: str, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    wanted, scratch = SUITES[name].wanted(tmp_path / "m", CAPABILITIES[kind]), tmp_path / "s"
+    scratch.mkdir()
+    with ExitStack() as opened:
+        if kind == "native":
+            rig = opened.enter_context(native_rig(wanted, scratch))
+        else:
+            url, _ = opened.enter_context(fake_server(kind, wanted))
+            server = ServerConfig(urls=(url,), any_version=True)
+            rig = opened.enter_context(served_rig(kind, server, wanted, scratch))
+        for clause in SUITES[name].clauses:  # in that order: the first of them brings the first weights
+            with subtests.test(clause.name):
+                keep(clause, rig)

@@ -24,6 +24,8 @@ from headrace.engine import EngineConfig
 from headrace.engine.served.answer import Answer, Part, Span
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.dialect import Ask
+from headrace.engine.served.forms import Form
+from headrace.engine.served.handover import Handover
 from headrace.engine.served.launching import Wanted, model_alone
 from headrace.engine.served.make import served
 from headrace.engine.served.wire import Address
@@ -33,9 +35,8 @@ from headrace.engine.vllm.command import command
 from headrace.engine.vllm.dialect import VllmDialect
 from headrace.errors import ComponentDied, ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.testing import engine_servers
 from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, served_rig
-from headrace.testing.engine_servers import fake_server
+from headrace.testing.servers import fake_server, vllm
 from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
 from headrace.types.weights import Interrupt
@@ -46,6 +47,10 @@ RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm-0.32.json").re
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
+
+
+def wanted(model: Path, **more: Any) -> Wanted:
+    return Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT, **more)
 
 
 def bare(lines: list[str]) -> list[str]:
@@ -77,7 +82,7 @@ def test_recorded_answer_of_vllm_becomes_tokens_logprobs_and_versions() -> None:
 
 def test_fake_says_what_vllm_was_recorded_to_say(model: Path) -> None:
     body = VllmDialect().body(Ask(ids=[3, 4, 5], sampling=Sampling(max_new_tokens=3), left=3, version=0))
-    with fake_server("vllm", model) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
+    with fake_server("vllm", wanted(model)) as (url, _), httpx.Client(base_url=url, trust_env=False) as client:
         for path, name in (("/version", "version"), ("/v1/models", "models"), ("/weight_info", "weight_info")):
             assert shape(client.get(path).json()) == shape(RECORDED[name])
         lines = client.post("/inference/v1/generate", json=body).text.split("\n\n")
@@ -157,9 +162,7 @@ def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(spans: list[Sp
 
 def opened(model: Path, directory: Path, url: str, **server: Any) -> Any:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"urls": [url], **server}})
-    return served(
-        config, Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT), directory, None, RealClock()
-    )
+    return served(config, wanted(model), Handover(directory, Form(wanted(model))), None, RealClock())
 
 
 def refused(model: Path, directory: Path, url: str, **server: Any) -> str:
@@ -178,8 +181,8 @@ def test_server_that_does_not_answer_is_named_with_how_long_and_how_to_start_it(
 def test_server_of_another_version_is_refused_with_those_that_were_tested(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_servers, "VLLM_VERSION", "0.9.1")
-    with fake_server("vllm", model) as (url, _):
+    monkeypatch.setattr(vllm, "VERSION", "0.9.1")
+    with fake_server("vllm", wanted(model)) as (url, _):
         told = refused(model, tmp_path, url)
         assert "vLLM 0.9.1 was not tested: tested are 0.32" in told
         with opened(model, tmp_path, url, any_version=True) as engine:
@@ -188,7 +191,7 @@ def test_server_of_another_version_is_refused_with_those_that_were_tested(
 
 def test_server_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", TinySpec(vocab="01"))
-    with fake_server("vllm", model) as (url, _):
+    with fake_server("vllm", wanted(model)) as (url, _):
         assert f"serves {str(model)!r}, and model.path={str(other)!r} is trained" in refused(other, tmp_path, url)
 
 
@@ -197,7 +200,7 @@ def test_server_of_another_model_of_that_name_is_refused_where_its_directory_can
 ) -> None:
     vocab = "0123456789+= abcdefgh"
     other = make_tiny(tmp_path / "other" / model.name, TinySpec(vocab=vocab, intermediate_size=96))
-    with fake_server("vllm", other) as (url, _):
+    with fake_server("vllm", wanted(other)) as (url, _):
         told = refused(model, tmp_path, url)
         assert f"serves {str(other)!r}, which is another model than model.path={str(model)!r}" in told
         assert "model.layers.0.mlp.down_proj.weight is [64, 96] there and [64, 128] here" in told
@@ -219,9 +222,9 @@ def out_of_sight(directory: Path) -> Iterator[None]:
 def test_server_whose_tensors_have_other_shapes_ends_the_engine_with_what_it_said(model: Path, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other" / "m", TinySpec(vocab="0123456789+= abcdefgh", intermediate_size=64))
     with (
-        fake_server("vllm", other) as (url, _),
+        fake_server("vllm", wanted(other)) as (url, _),
         out_of_sight(other),
-        served_rig("vllm", ServerConfig(urls=(url,)), model, tmp_path) as rig,
+        served_rig("vllm", ServerConfig(urls=(url,)), wanted(model), tmp_path) as rig,
         pytest.raises(ComponentDied, match="/finish_weight_update with 500"),
     ):
         rig.publish(Interrupt.INFLIGHT)
@@ -235,8 +238,8 @@ def test_server_without_routes_for_weights_is_refused(model: Path, tmp_path: Pat
 
 def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path: Path) -> None:
     with ExitStack() as running, ExitStack() as engine:
-        url, _ = running.enter_context(fake_server("vllm", model))
-        rig = engine.enter_context(served_rig("vllm", ServerConfig(urls=(url,)), model, tmp_path))
+        url, _ = running.enter_context(fake_server("vllm", wanted(model)))
+        rig = engine.enter_context(served_rig("vllm", ServerConfig(urls=(url,)), wanted(model), tmp_path))
         rig.publish(Interrupt.INFLIGHT)
         number = rig.ask([3, 4], max_new_tokens=400)
         rig.until(lambda: bool(rig.told[number].ids))
@@ -249,18 +252,18 @@ def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path
 
 def test_interpreter_without_vllm_is_told_what_to_install(model: Path, tmp_path: Path) -> None:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"python": sys.executable}})
-    wanted = Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
-    with pytest.raises(ConfigError, match="pip install vllm"), served(config, wanted, tmp_path, None, RealClock()):
+    handover = Handover(tmp_path, Form(wanted(model)))
+    with (
+        pytest.raises(ConfigError, match="pip install vllm"),
+        served(config, wanted(model), handover, None, RealClock()),
+    ):
         pass
 
 
 def test_started_server_hears_a_socket_of_this_user_alone_and_its_draws_are_its_own(model: Path) -> None:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"args": ["--enforce-eager"]}})
-    wanted, address = (
-        Wanted(path=str(model), dtype="float32", max_context=99),
-        Address(url="http://vllm", socket="/x/s"),
-    )
-    first, second = (command(config, wanted, address).argv for _ in range(2))
+    address = Address(url="http://vllm", socket="/x/s")
+    first, second = (command(config, wanted(model), address).argv for _ in range(2))
     assert first[first.index("--uds") + 1] == "/x/s"
     assert first[first.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert first[-1] == "--enforce-eager"
@@ -269,14 +272,13 @@ def test_started_server_hears_a_socket_of_this_user_alone_and_its_draws_are_its_
 
 def test_key_of_a_server_is_in_a_file_of_ours_alone_and_not_in_its_command(model: Path, tmp_path: Path) -> None:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "sglang", "server": {"any_version": True}})
-    wanted = Wanted(path=str(model), dtype="float32", max_context=99)
     address = sglang_command.own_address(tmp_path)
-    made = sglang_command.command(config, wanted, address)
+    made = sglang_command.command(config, wanted(model), address)
     file = Path(made.argv[made.argv.index("--config") + 1])
     assert json.loads(file.read_text()) == {"api-key": address.token, "admin-api-key": address.token}
     assert (file.suffix, file.stat().st_mode & 0o777) == (".yaml", 0o600)
     assert address.token not in f"{made} {made.argv}"
-    runs = sglang_command.command(config, wanted, Address(url="http://127.0.0.1:9", token="hush"))
+    runs = sglang_command.command(config, wanted(model), Address(url="http://127.0.0.1:9", token="hush"))
     assert "--api-key KEY" in str(runs)
     assert "hush" not in str(runs)
 

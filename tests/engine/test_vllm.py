@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headrace.engine.capabilities import Capabilities, capabilities
 from headrace.engine.served.config import ServerConfig
-from headrace.models.tiny import make_tiny
+from headrace.models.devices import CPU
 from headrace.recipes.demo import build_demo
 from headrace.session import load_config, train
-from headrace.testing.engine_contract import CLAUSES, Clause, keep
-from headrace.testing.engine_report import SPEC
+from headrace.testing.engine_contract import SUITES, Suite, keep
 from headrace.testing.engine_rig import Rig, served_rig
+from headrace.testing.interpreted import interpreted
 
 PYTHON = os.environ.get("HEADRACE_VLLM", "")
 pytestmark = [
@@ -26,16 +29,37 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    model, scratch = make_tiny(tmp_path_factory.mktemp("model") / "m", SPEC), tmp_path_factory.mktemp("s")
-    with served_rig("vllm", ServerConfig(python=PYTHON, wait_s=900), model, scratch) as made:
-        yield made
+NEWER = capabilities("vllm", CPU)
+OLDER = replace(NEWER, kept_sets=False, routing=False)
+"""What the model runner tells that vLLM uses on processors."""
 
 
-@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.name)
-def test_vllm_keeps_what_it_promises_and_refuses_the_rest(clause: Clause, rig: Rig) -> None:
-    keep(clause, rig)
+@contextmanager
+def kept(suite: Suite, python: str, can: Capabilities, directory: Path) -> Iterator[Rig]:
+    wanted, scratch = suite.wanted(directory / "m", can), directory / "s"
+    scratch.mkdir()
+    with served_rig("vllm", ServerConfig(python=python, wait_s=900), wanted, scratch) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_vllm_keeps_what_it_promises_and_refuses_the_rest(
+    suite: Suite, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    with kept(suite, PYTHON, OLDER, tmp_path) as rig:
+        for clause in suite.clauses:
+            with subtests.test(clause.name):
+                keep(clause, rig)
+
+
+@pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
+def test_vllm_whose_kernels_are_interpreted_tells_kept_sets_and_experts(
+    suite: Suite, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    with kept(suite, interpreted(PYTHON, tmp_path), NEWER, tmp_path) as rig:
+        for clause in suite.clauses:
+            with subtests.test(clause.name):
+                keep(clause, rig)
 
 
 def test_demo_learns_with_vllm_as_its_engine(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ SERVERS = {
     "rollout/endpoint/app.py": "tested here",
     "rollout/endpoint/serving.py": "the application of rollout/endpoint/app.py",
     "sync/http.py": "tested here",
-    "testing/engine_servers.py": "fakes of vLLM and SGLang on loopback, for tests alone",
+    "testing/servers/__init__.py": "fakes of vLLM and SGLang on loopback, for tests alone",
     "view/app.py": "tested here",
     "view/serving.py": "the application of view/app.py",
 }

@@ -10,6 +10,7 @@ from headrace.errors import ConfigError
 from headrace.models.devices import Devices
 from headrace.policy import PolicyConfig
 from headrace.session import load_config
+from headrace.session.engine_fit import refuse_settled
 
 WAITS = ("engine.kind=vllm", "launch.start_timeout_s=400")
 
@@ -24,12 +25,13 @@ def told(kind: str, *settings: str) -> str:
     ("kind", "settings", "words"),
     [
         ("vllm", ["sync.interrupt=stream"], "sync.interrupt='stream'"),
-        ("vllm", ["sync.interrupt=sleep"], "'inflight_recompute'"),
+        ("vllm", ["sync.interrupt=sleep", "engine.device=cpu"], "'inflight_recompute'"),
         ("sglang", [], "sync.interrupt='inflight'"),
         ("sglang", ["sync.interrupt=drain", "engine.top_p=0.9"], "no engine.top_k, top_p or min_p"),
-        ("vllm", ["engine.top_p=0.9"], "learner.keep_sampling_mask=true"),
+        ("sglang", ["sync.interrupt=drain", "model.lora.rank=4"], "model.lora, whose adapters alone travel"),
         ("vllm", ["model.deterministic=true"], "model.deterministic"),
-        ("vllm", ["model.lora.rank=4"], "model.lora"),
+        ("vllm", ["model.lora.use_dora=true"], "model.lora.use_dora"),
+        ("vllm", ["model.lora.experts=true"], "model.lora.use_dora or experts"),
         ("vllm", ["observe.record_entropy=true"], "entropies"),
         ("vllm", ['engine.server.urls=["http://a"]', "engine.count=2"], "1 servers for engine.count=2"),
         ("vllm", ["engine.cache_tokens=99"], "engine.cache_tokens=99 is of engine.kind='native'"),
@@ -51,6 +53,13 @@ def test_what_the_engine_lacks_is_refused_at_load(kind: str, settings: list[str]
 def test_what_the_engine_has_is_taken() -> None:
     config = load_config({"model": {"path": "m"}}, [*WAITS, "engine.top_p=0.9", "learner.keep_sampling_mask=false"])
     assert config.engine.can.truncates
+
+
+def test_servers_give_no_memory_back_on_the_processor_that_a_run_ends_up_on() -> None:
+    config = load_config({"model": {"path": "m"}}, [*WAITS, "sync.interrupt=sleep"])
+    refuse_settled(config, (), Devices(engines=("cuda:0",), learner=("cuda:0",)))
+    with pytest.raises(ConfigError, match="gives no memory back there"):
+        refuse_settled(config, (), Devices(engines=("cpu",), learner=("cpu",)))
 
 
 def test_each_engine_of_a_fleet_has_its_own_server() -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headrace.engine.served.launching import Wanted
+from headrace.models.config import LoraConfig
+from headrace.models.tiny import TinySpec, make_tiny
 from headrace.session import load_config, train
-from headrace.testing.engine_servers import fake_server
+from headrace.testing.servers import fake_server
 from tests.session.runs import make_run
 
+VOCAB = "0123456789+="
 LAUNCH = {"start_timeout_s": 100.0, "engine_restarts": 0, "engine_threads": 1, "learner_threads": 1}
+
+
+def wanted(model_dir: Path, **more: Any) -> Wanted:
+    return Wanted(path=str(model_dir), dtype="float32", max_context=99, **more)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +28,7 @@ LAUNCH = {"start_timeout_s": 100.0, "engine_restarts": 0, "engine_threads": 1, "
     [("vllm", "inflight"), pytest.param("sglang", "abort_resume", marks=pytest.mark.slow)],
 )
 def test_run_trains_and_commits_into_a_server(kind: str, interrupt: str, model_dir: Path, tmp_path: Path) -> None:
-    with fake_server(kind, model_dir) as (url, server):
+    with fake_server(kind, wanted(model_dir)) as (url, server):
         path = make_run(tmp_path, model_dir, launch=LAUNCH, sync={"interrupt": interrupt})
         settings = [
             *(f"engine.kind={kind}", f'engine.server.urls=["{url}"]', "engine.server.wait_s=30"),
@@ -30,3 +40,42 @@ def test_run_trains_and_commits_into_a_server(kind: str, interrupt: str, model_d
     assert list(summary.versions) == [0, 3]
     assert summary.mismatch_abs < 1e-4
     assert summary.ledger.groups.trained == summary.ledger.groups.submitted
+
+
+def test_adapters_alone_travel_into_a_server(model_dir: Path, tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4)
+    with fake_server("vllm", wanted(model_dir, lora=lora)) as (url, server):
+        path = make_run(tmp_path, model_dir, launch=LAUNCH, sync={"codec": "adapter"})
+        settings = [
+            "model.lora.rank=4",
+            "engine.kind=vllm",
+            f'engine.server.urls=["{url}"]',
+            "engine.server.wait_s=30",
+            "observe.view=none",
+        ]
+        summary = train(load_config(path, settings))
+        assert server.label == "3"
+        assert set(server.files.adapters) == {"default"}
+    assert summary.status == "finished"
+    assert summary.mismatch_abs < 1e-4
+
+
+def test_what_a_server_recorded_of_a_mixture_is_replayed(tmp_path: Path) -> None:
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model_dir = make_tiny(tmp_path / "mixture" / "model", TinySpec(vocab=VOCAB, kind="qwen3_moe", extra=extra))
+    with fake_server("vllm", wanted(model_dir, record_kept=True, record_routing=True)) as (url, _):
+        path = make_run(tmp_path, model_dir, launch=LAUNCH)
+        settings = [
+            "engine.top_p=0.8",
+            "engine.kind=vllm",
+            f'engine.server.urls=["{url}"]',
+            "engine.server.wait_s=30",
+            "observe.view=none",
+        ]
+        summary = train(load_config(path, settings))
+    assert summary.status == "finished"
+    assert summary.mismatch_abs < 1e-4
+    lines = (path.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    differs = [json.loads(line)["metrics"]["routing_differs"] for line in lines]
+    assert differs[0] == 0.0, "the learner's own routers choose other experts under the same weights"
+    assert len(differs) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from headrace.models.devices import CPU
 from headrace.types.weights import Interrupt
 
 
@@ -23,10 +24,10 @@ class Capabilities:
     """Under top-k, top-p or min-p each token comes with what it could have been."""
     routing: bool
     """The tokens of a mixture of experts come with their experts."""
-    mixtures: bool
-    """It takes the weights of a mixture of experts from a learner."""
     adapters: bool
     """It takes adapters alone from a learner (LoRA), several where several agents train one."""
+    any_adapters: bool
+    """Those with norms of their own (DoRA) too, and of experts."""
     entropies: bool
     """Each token comes with the entropy of what it was drawn from."""
     scores: bool
@@ -56,8 +57,8 @@ _SERVED = Capabilities(
     truncates=False,
     kept_sets=False,
     routing=False,
-    mixtures=False,
     adapters=False,
+    any_adapters=False,
     entropies=False,
     scores=True,
     exact_scores=False,
@@ -75,8 +76,8 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         truncates=True,
         kept_sets=True,
         routing=True,
-        mixtures=True,
         adapters=True,
+        any_adapters=True,
         entropies=True,
         scores=True,
         exact_scores=True,
@@ -89,7 +90,23 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         embedded=True,
     ),
     # its answers end with the spans of their versions, so that they may go on across a commit
-    "vllm": replace(_SERVED, interrupts=_BY_ABORT | {Interrupt.INFLIGHT, Interrupt.INFLIGHT_RECOMPUTE}, truncates=True),
-    "sglang": _SERVED,
+    "vllm": replace(
+        _SERVED,
+        interrupts=_BY_ABORT | {Interrupt.INFLIGHT, Interrupt.INFLIGHT_RECOMPUTE, Interrupt.SLEEP},
+        releases=True,
+        truncates=True,
+        kept_sets=True,
+        routing=True,
+        adapters=True,
+    ),
+    "sglang": replace(_SERVED, interrupts=_BY_ABORT | {Interrupt.SLEEP}, routing=True, releases=True),
 }
 """By ``engine.kind``."""
+
+
+def capabilities(kind: str, device: str) -> Capabilities:
+    """Of an engine of ``kind`` on ``device``: servers give no memory back on processors."""
+    can = CAPABILITIES[kind]
+    if not can.embedded and device == CPU:
+        return replace(can, releases=False, interrupts=can.interrupts - {Interrupt.SLEEP})
+    return can

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from headrace.config import Section
-from headrace.engine.capabilities import CAPABILITIES, Capabilities
+from headrace.engine.capabilities import Capabilities, capabilities
 from headrace.engine.served.config import ServerConfig
 from headrace.errors import ConfigError
 from headrace.models.devices import AUTO, CPU, DeviceName
@@ -75,8 +75,8 @@ class EngineConfig(Section):
 
     @property
     def can(self) -> Capabilities:
-        """What engines of that kind can do."""
-        return CAPABILITIES[self.kind]
+        """What engines of that kind can do there."""
+        return capabilities(self.kind, self.device)
 
     def refuse_server(self, what: str) -> None:
         """Raise :class:`~headrace.errors.ConfigError` unless it can compute in the process of ``what``."""

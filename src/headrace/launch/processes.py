@@ -37,6 +37,7 @@ from headrace.sync.config import Route
 from headrace.types.messages import engine, environment, learner, scorer
 from headrace.types.trace import in_lane
 from headrace.types.versions import NOT_SAMPLED
+from headrace.types.weights import Interrupt
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +103,9 @@ class Processes:
             num_threads=num_threads,
             lending=self._lending(place, len(names)),
             route=self._route(),
+            record_kept=order.sampling.record_kept and not own_weights,
+            record_routing=order.sampling.record_routing and not own_weights,
+            sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
             repeats=None if own_weights else order.repeats,

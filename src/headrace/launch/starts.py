@@ -50,6 +50,12 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whose cores it may use; ``None``: its own alone."""
     route: Route = Route()
     """How a learner's weights arrive."""
+    record_kept: bool = False
+    """Whether what tokens are drawn from is asked for: servers have to know that from the start."""
+    record_routing: bool = False
+    """The same of their experts."""
+    sleeps: bool = False
+    """Whether it gives its memory back while a learner computes: so too."""
     own_weights: bool = False
     """Whether to take the weights of its own directory as version 0, and not wait for a learner's."""
     memory: str = ""

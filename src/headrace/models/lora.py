@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError, ModelError
 from headrace.models.config import LoraConfig
-from headrace.models.weights import DEFAULT, adapter_of, of_adapter
+from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
 
 AGENTS = "agents"
 """The folder of a snapshot that holds the adapters of agents which train their own, by name."""
@@ -166,9 +166,20 @@ def save_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
     """Write the adapter ``name`` (empty: the active one) into ``directory``, as peft's ``PeftModel.from_pretrained``
     reads it."""
     name = name or active_adapter(model)
-    tensors = {f"{_PREFIX}{key}": tensor.contiguous() for key, tensor in _in_files(model, name).items()}
-    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    model.peft_config[name].save_pretrained(str(directory))
+    _write(model, name, _in_files(model, name), directory)
+
+
+def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Write ``tensors``, named like the :func:`~headrace.models.weights.weight_tensors` of ``model``, as adapters of
+    its kind: a folder of ``directory`` for each, called like the adapter."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_each: dict[str, dict[str, Tensor]] = {name: {} for name in adapters(model)}
+    for name, parameter in weight_tensors(model).items():
+        whole_name = own[id(parameter)]
+        of_each[adapter_of(whole_name)][without_adapter(whole_name)] = tensors[name]
+    for name, each in of_each.items():
+        (directory / name).mkdir()
+        _write(model, name, each, directory / name)
 
 
 def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
@@ -346,6 +357,12 @@ def _select(model: nn.Module, name: str) -> None:
 def _is_adapted(module: nn.Module | None) -> bool:
     """A layer that peft has wrapped."""
     return module is not None and hasattr(module, "base_layer") and hasattr(module, "lora_A")
+
+
+def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    kept = {f"{_PREFIX}{key}": tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    model.peft_config[name].save_pretrained(str(directory))
 
 
 def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
 DEFAULT = "default"
@@ -32,6 +35,17 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     if len({adapter_of(name) for name in trained}) == 1:
         return {without_adapter(name): tensor for name, tensor in trained.items()}
     return {without_adapter(name) if adapter_of(name) == DEFAULT else name: tensor for name, tensor in trained.items()}
+
+
+def kept_as(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` of ``model`` under the names, and in the shapes, in which such models are kept in files: one tensor
+    for each expert, say."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not tensors:
+        return {}
+    reverted: dict[str, Any] = revert_weight_conversion(model, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in reverted.items()}
 
 
 def model_bytes(model: nn.Module) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from headrace.errors import ConfigError, ModelError
-from headrace.models.load import read_config
-from headrace.models.mixtures import routes
+from headrace.engine.capabilities import Capabilities, capabilities
+from headrace.errors import ConfigError
+from headrace.models.devices import Devices
+from headrace.types.weights import Interrupt
 
 if TYPE_CHECKING:
     from headrace.session.config import RunConfig
@@ -20,17 +21,16 @@ def refuse_incapable(config: RunConfig) -> None:
     engine, can = config.engine, config.engine.can
     if engine.kind == "native":
         return
-    if config.sync.interrupt not in can.interrupts:
-        ways = ", ".join(repr(one.value) for one in sorted(can.interrupts))
-        raise ConfigError(
-            f"engine.kind={engine.kind!r} cannot commit with sync.interrupt={config.sync.interrupt.value!r}: it does "
-            "not say which tokens the old weights sampled",
-            remedy=f"set sync.interrupt to one of {ways}, or {NATIVE}",
-        )
+    _refuse_interrupt(config, can)
+    lora = config.model.lora
     truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
     asked = {
         "model.deterministic=true": (config.model.deterministic and not can.deterministic, "leave it out"),
-        "model.lora, whose adapters alone travel": (config.model.lora is not None and not can.adapters, "leave it out"),
+        "model.lora, whose adapters alone travel": (lora is not None and not can.adapters, "leave it out"),
+        "model.lora.use_dora or experts": (
+            lora is not None and (lora.use_dora or lora.experts) and not can.any_adapters,
+            "leave them out",
+        ),
         "engine.top_k, top_p or min_p": (truncated and not can.truncates, "leave them out"),
         "learner.keep_sampling_mask=true under engine.top_k, top_p or min_p": (
             truncated and config.learner.keep_sampling_mask and not can.kept_sets,
@@ -61,8 +61,8 @@ def refuse_incapable(config: RunConfig) -> None:
         )
 
 
-def refuse_models(config: RunConfig, others: Collection[str]) -> None:
-    """The same of what model directories tell; ``others``, agents and teachers, have weights of their own."""
+def refuse_settled(config: RunConfig, others: Collection[str], devices: Devices) -> None:
+    """The same of what only data and machine tell; ``others``, agents and teachers, have weights of their own."""
     engine = config.engine
     if engine.kind == "native":
         return
@@ -71,16 +71,18 @@ def refuse_models(config: RunConfig, others: Collection[str]) -> None:
             f"engine.kind={engine.kind!r} serves the policy alone, and {min(others)!r} has weights of its own",
             remedy=f"leave agents and teachers with weights of their own out, or {NATIVE}",
         )
-    if not engine.can.mixtures and _is_mixture(config.model.path):
-        raise ConfigError(
-            f"engine.kind={engine.kind!r} takes no weights of a mixture of experts: the learner holds its experts "
-            "fused, and a checkpoint one by one",
-            remedy=NATIVE,
-        )
+    for device in devices.engines:
+        _refuse_interrupt(config, capabilities(engine.kind, device))
 
 
-def _is_mixture(path: str) -> bool:
-    try:
-        return routes(read_config(path))
-    except ModelError:  # of a family whose routing is not known
-        return True
+def _refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
+    mode = config.sync.interrupt
+    if mode in can.interrupts:
+        return
+    ways = ", ".join(repr(one.value) for one in sorted(can.interrupts))
+    whose = "does not say which tokens the old weights sampled"
+    why = "gives no memory back there" if mode is Interrupt.SLEEP else whose
+    raise ConfigError(
+        f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {why}",
+        remedy=f"set sync.interrupt to one of {ways}, or {NATIVE}",
+    )

@@ -32,7 +32,7 @@ from headrace.rollout import Chat
 from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.agents import frozen_agents, refuse_misfits
 from headrace.session.config import RunConfig
-from headrace.session.engine_fit import refuse_models
+from headrace.session.engine_fit import refuse_settled
 from headrace.session.teachers import teacher_orders
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.scorer import Score
@@ -106,8 +106,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
-    refuse_models(config, [*agents, *teachers])
     devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
+    refuse_settled(config, [*agents, *teachers], devices)
     _refuse_lending(config, devices)
     if training:
         _check_own_loss(config)

@@ -283,9 +283,17 @@ def no_reuse(rig: Rig) -> None:
 
 
 def kept(rig: Rig) -> None:
-    """Under top-k, that many entries for each token."""
-    (told,) = rig.finish(rig.ask([3, 4, 5], top_k=3, record_kept=True))
-    assert all(chunk.kept is not None and (chunk.kept.sizes_T == 3).all() for chunk in told.chunks)
+    """Those that could be drawn, and the logprob of a token is that among them."""
+    for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
+        (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=20, record_kept=True, **limits))
+        spans = [span for chunk in told.chunks if chunk.kept is not None for span in chunk.kept.spans()]
+        assert len(spans) == len(told.ids), "there are tokens without one"
+        logprobs_TV = rig.logits(rig.version, told).log_softmax(-1)
+        for at, span in enumerate(spans):
+            likeliest = logprobs_TV[at].topk(len(span)).indices.sort().values
+            assert span.tolist() == likeliest.tolist(), "other entries are likelier than those that were kept"
+            among = logprobs_TV[at, span] - logprobs_TV[at, span].logsumexp(0)
+            assert abs(told.logprobs[at] - float(among[span.tolist().index(told.ids[at])])) < CLOSE
 
 
 def entropies(rig: Rig) -> None:

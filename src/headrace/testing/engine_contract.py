@@ -1,21 +1,27 @@
 """What every engine must keep, as clauses that a test calls: for ours, and for yours.
 
-    with native_rig(model_dir, scratch) as rig:
-        for clause in CLAUSES:
-            keep(clause, rig)
+    for suite in SUITES.values():
+        with native_rig(suite.wanted(directory, CAPABILITIES["native"]), scratch) as rig:
+            for clause in suite.clauses:
+                keep(clause, rig)
 
 A clause that an engine cannot keep by its capabilities is one that it must refuse, by name. Order matters only in that
-the first clause wants an engine that has had no weights yet.
+the first clause of a suite wants an engine that has had no weights yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.engine.capabilities import Capabilities
+from headrace.engine.served.launching import Wanted
+from headrace.models.config import LoraConfig
+from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing import engine_checks as checks
-from headrace.testing.engine_rig import Rig, refuse
+from headrace.testing import engine_model_checks as model_checks
+from headrace.testing.engine_rig import MAX_CONTEXT, Rig, refuse
 from headrace.types.weights import Interrupt
 
 
@@ -30,6 +36,37 @@ class Clause:
     has: Callable[[Capabilities], bool] = lambda can: True
     refused: Callable[[Rig], None] | None = None
     """What holds of an engine that has it not; ``None``: there is nothing that could be asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """Clauses about engines of one kind of model."""
+
+    clauses: tuple[Clause, ...]
+    extra: Mapping[str, object] = field(default_factory=dict)
+    """Of the model: see :class:`~headrace.models.tiny.TinySpec`."""
+    kind: str = "qwen3"
+    """Of the model."""
+    lora: LoraConfig | None = None
+    """The adapters that are trained on it."""
+    has: Callable[[Capabilities], bool] = lambda can: True
+    """Whether an engine takes such models; another is refused when a run is loaded."""
+
+    def wanted(self, directory: Path, can: Capabilities) -> Wanted:
+        """A model, made in ``directory``, and what an engine of it that ``can`` so much has to record. vLLM's attention
+        on processors wants heads of 32."""
+        spec = TinySpec(
+            vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15, kind=self.kind, extra=self.extra
+        )  # fmt: skip
+        return Wanted(
+            path=str(make_tiny(directory, spec)),
+            dtype="float32",
+            max_context=MAX_CONTEXT,
+            lora=self.lora,
+            record_kept=can.kept_sets,
+            record_routing=can.routing and "num_experts" in self.extra,
+            sleeps=can.releases,
+        )
 
 
 def keep(clause: Clause, rig: Rig) -> str:
@@ -111,4 +148,29 @@ CLAUSES: tuple[Clause, ...] = (
         refused=lambda rig: refuse(lambda: rig.core.pause(release=True), "memory"),
     ),
 )
-"""Routing, mixtures of experts and adapters need other models: what an engine has of them is in its capabilities."""
+"""Of any model: the whole of it is trained."""
+SUITES: Mapping[str, Suite] = {
+    "model": Suite(clauses=CLAUSES),
+    "adapters": Suite(
+        lora=LoraConfig(rank=4, agents=(model_checks.AGENT,)),
+        has=lambda can: can.adapters,
+        clauses=(
+            Clause(name="takes adapters alone (LoRA)", check=model_checks.adapters),
+            Clause(name="answers with the adapters of agents, beside the policy's", check=model_checks.agents),
+        ),
+    ),
+    "mixture": Suite(
+        kind="qwen3_moe",
+        extra={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+        clauses=(
+            Clause(name="takes the weights of a mixture of experts", check=model_checks.mixtures),
+            Clause(
+                name="records the experts of each token",
+                check=model_checks.experts,
+                has=lambda can: can.routing,
+                refused=lambda rig: rig.refuses("experts", record_routing=True),
+            ),
+        ),
+    ),
+}
+"""What to hold an engine against, by the models it is about."""

@@ -1,7 +1,7 @@
 """The contract suite over engines, as a table: ``python -m headrace.testing.engine_report``.
 
 Without arguments: the embedded engine, and the fakes of vLLM and SGLang. ``--vllm`` and ``--sglang`` name interpreters
-that have the real ones. ``--write`` puts the table in the place of the last one in a page.
+that have the real ones, on processors. ``--write`` puts the table in the place of the last one in a page.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from headrace.engine.capabilities import CAPABILITIES, Capabilities
+from headrace.engine.capabilities import CAPABILITIES, Capabilities, capabilities
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.core import ServedEngine
+from headrace.engine.served.launching import Wanted
 from headrace.errors import HeadraceError
-from headrace.models.tiny import TinySpec, make_tiny
-from headrace.testing.engine_contract import CLAUSES, keep
+from headrace.models.devices import CPU
+from headrace.testing.engine_contract import SUITES, Clause, Suite, keep
 from headrace.testing.engine_rig import Rig, native_rig, served_rig
-from headrace.testing.engine_servers import fake_server
+from headrace.testing.interpreted import interpreted
+from headrace.testing.servers import fake_server
 
 MARK = "<!-- contract -->"
-SPEC = TinySpec(vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15)
-"""Of the model that engines are held against the contract with: vLLM's attention on processors wants heads of 32."""
 BROKEN = "BROKEN"
+AT_LOAD = "refused at load"
 _AT_LOAD: dict[str, Callable[[Capabilities], bool]] = {
-    "experts are recorded (mixtures of experts)": lambda can: can.routing,
-    "takes the weights of a mixture of experts": lambda can: can.mixtures,
-    "takes adapters alone (LoRA)": lambda can: can.adapters,
     "the same bits whatever the batch (`model.deterministic`)": lambda can: can.deterministic,
     "computes in the caller's process (own loop, `headrace serve`)": lambda can: can.embedded,
 }
@@ -47,7 +45,7 @@ class Column:
     can: Capabilities
     """What it claims."""
     found: tuple[str, ...]
-    """``yes``, ``refused``, ``no`` or :data:`BROKEN`, in the order of the clauses."""
+    """``yes``, ``refused``, ``no``, :data:`AT_LOAD` or :data:`BROKEN`, in the order of the suites and their clauses."""
 
 
 def main(arguments: list[str]) -> int:
@@ -70,51 +68,75 @@ def main(arguments: list[str]) -> int:
 def table(columns: list[Column]) -> str:
     """In Markdown."""
     lines = ["| | " + " | ".join(column.title for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for place, clause in enumerate(CLAUSES):
+    clauses = [clause for suite in SUITES.values() for clause in suite.clauses]
+    for place, clause in enumerate(clauses):
         lines.append(f"| {clause.name} | " + " | ".join(column.found[place] for column in columns) + " |")
     for name, has in _AT_LOAD.items():
-        told = ["yes" if has(column.can) else "refused at load" for column in columns]
+        told = ["yes" if has(column.can) else AT_LOAD for column in columns]
         lines.append(f"| {name} | " + " | ".join(told) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _columns(pythons: dict[str, str]) -> Iterator[Column]:
-    with tempfile.TemporaryDirectory(prefix="headrace-contract-") as folder:
-        model = make_tiny(Path(folder) / "model", SPEC)
-        yield _column("native", partial(native_rig, model), CAPABILITIES["native"])
-        for kind, python in pythons.items():
-            if python:
-                yield _column("", partial(_real, kind, python, model), CAPABILITIES[kind])
-            yield _column("", partial(_faked, kind, model), CAPABILITIES[kind], fake=True)
+    yield _column("native", "native", native_rig)
+    for kind, python in pythons.items():
+        if python:
+            # on processors its older model runner is the one that runs, which tells neither
+            can = replace(capabilities(kind, CPU), kept_sets=False, routing=False)
+            yield _column(kind, "real, on a processor", partial(_real, kind, python), can)
+        if python and kind == "vllm":
+            yield _column(kind, "real, its kernels interpreted", partial(_interpreted, python), capabilities(kind, CPU))
+        yield _column(kind, "fake", partial(_faked, kind))
 
 
-def _real(kind: str, python: str, model: Path, scratch: Path) -> AbstractContextManager[Rig]:
-    return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), model, scratch)
+Make = Callable[[Wanted, Path], AbstractContextManager[Rig]]
+"""An engine, with a folder of its own."""
+
+
+def _real(kind: str, python: str, wanted: Wanted, scratch: Path) -> AbstractContextManager[Rig]:
+    return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), wanted, scratch)
+
+
+def _interpreted(python: str, wanted: Wanted, scratch: Path) -> AbstractContextManager[Rig]:
+    return _real("vllm", interpreted(python, scratch), wanted, scratch)
 
 
 @contextmanager
-def _faked(kind: str, model: Path, scratch: Path) -> Iterator[Rig]:
+def _faked(kind: str, wanted: Wanted, scratch: Path) -> Iterator[Rig]:
     with (
-        fake_server(kind, model) as (url, _),
-        served_rig(kind, ServerConfig(urls=(url,), any_version=True), model, scratch) as rig,
+        fake_server(kind, wanted) as (url, _),
+        served_rig(kind, ServerConfig(urls=(url,), any_version=True), wanted, scratch) as rig,
     ):
         yield rig
 
 
-def _column(
-    title: str, made: Callable[[Path], AbstractContextManager[Rig]], can: Capabilities, *, fake: bool = False
-) -> Column:
-    with tempfile.TemporaryDirectory(prefix="headrace-contract-") as scratch, made(Path(scratch)) as rig:
-        if isinstance(rig.core, ServedEngine):
-            title = f"{rig.core.facts()['server']}, {'fake' if fake else 'real, on a processor'}"
-        return Column(title=title, can=can, found=tuple(_kept(place, rig) for place in range(len(CLAUSES))))
+def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) -> Column:
+    can, title, found = can or CAPABILITIES[kind], kind, list[str]()
+    for suite in SUITES.values():
+        if not suite.has(can):
+            found += [AT_LOAD] * len(suite.clauses)
+            continue
+        with _made(suite, make, can) as rig:
+            if isinstance(rig.core, ServedEngine):
+                title = f"{rig.core.facts()['server']}, {how}"
+            found += [_kept(clause, rig) for clause in suite.clauses]
+    return Column(title=title, can=can, found=tuple(found))
 
 
-def _kept(place: int, rig: Rig) -> str:
+@contextmanager
+def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="headrace-contract-") as folder:
+        scratch = Path(folder) / "scratch"
+        scratch.mkdir()
+        with make(suite.wanted(Path(folder) / "model", can), scratch) as rig:
+            yield rig
+
+
+def _kept(clause: Clause, rig: Rig) -> str:
     try:
-        return keep(CLAUSES[place], rig)
+        return keep(clause, rig)
     except (AssertionError, HeadraceError) as error:
-        print(f"{CLAUSES[place].name}: {error}", file=sys.stderr)  # noqa: T201 - a program
+        print(f"{clause.name}: {error}", file=sys.stderr)  # noqa: T201 - a program
         return BROKEN
 
 

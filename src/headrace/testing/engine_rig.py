@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -17,11 +18,14 @@ from headrace.engine.base import EngineCore
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.native import NativeEngine
 from headrace.engine.served.config import ServerConfig
+from headrace.engine.served.forms import Form
+from headrace.engine.served.handover import Handover
 from headrace.engine.served.launching import Wanted
-from headrace.engine.served.make import served, skeleton
+from headrace.engine.served.make import served
 from headrace.errors import HeadraceError
 from headrace.models import ModelConfig, load_model
-from headrace.models.weights import weight_tensors
+from headrace.models.lora import active
+from headrace.models.weights import DEFAULT, is_adapted, weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher, make_receiver
@@ -83,6 +87,7 @@ class Rig:
 
     core: EngineCore
     can: Capabilities
+    """What it is to keep: a server tells only what it was started to tell."""
     model: PreTrainedModel
     """The learner's, which can be called on its own."""
     publisher: Publisher
@@ -94,11 +99,10 @@ class Rig:
     requests: int = 0
     """Made so far."""
 
-    def ask(self, prompt: Sequence[int], *, fork: Fork | None = None, **sampling: object) -> int:
+    def ask(self, prompt: Sequence[int], *, fork: Fork | None = None, agent: str = "", **sampling: object) -> int:
         """Add a request; its number."""
         request = self.request(prompt, **sampling)
-        self.core.add(GenerateRequest(request_id=request.request_id, prompt_ids_T=request.prompt_ids_T,
-                                      sampling=request.sampling, fork=fork))  # fmt: skip
+        self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
         return self.follow(request)
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
@@ -143,9 +147,11 @@ class Rig:
     def stage(self) -> None:
         """The first half."""
         self.version += 1
-        if self.version:
-            for tensor in self.model.parameters():
+        for tensor in weight_tensors(self.model).values():
+            if self.version:
                 tensor.mul_(1.03)
+            elif is_adapted(self.model):  # they begin at 0
+                tensor.copy_(torch.linspace(-0.3, 0.3, tensor.numel()).sin().reshape(tensor.shape))
         self.weights[self.version] = {name: value.clone() for name, value in self.model.state_dict().items()}
         slot = self.version % 2
         self.publisher.copy(slot)
@@ -163,14 +169,20 @@ class Rig:
         return reports[-1]
 
     @torch.inference_mode()
-    def reference(self, version: int, told: Told, temperature: float = 1.0) -> FloatColumn:
-        """The logprobs of an answer under the weights of ``version``, by one pass of transformers itself."""
+    def logits(self, version: int, told: Told, agent: str = "") -> torch.Tensor:
+        """From which each token of an answer is drawn under the weights of ``version``, ``[T, V]`` in float64, by one
+        pass of transformers itself."""
         self.model.load_state_dict(self.weights[version])
-        logits_TV = self.model(input_ids=torch.tensor([told.prompt + told.ids]), use_cache=False).logits[0]
-        scaled_TV = logits_TV[len(told.prompt) - 1 : -1].double() / temperature
-        found_T = scaled_TV.log_softmax(-1).gather(1, torch.tensor(told.ids)[:, None])[:, 0]
+        with active(self.model, agent or DEFAULT) if is_adapted(self.model) else nullcontext():
+            logits_TV = self.model(input_ids=torch.tensor([told.prompt + told.ids]), use_cache=False).logits[0]
         self.model.load_state_dict(self.weights[self.version])
-        column_T: FloatColumn = found_T.float().numpy()
+        drawn_TV: torch.Tensor = logits_TV[len(told.prompt) - 1 : -1].double()
+        return drawn_TV
+
+    def reference(self, version: int, told: Told, temperature: float = 1.0, agent: str = "") -> FloatColumn:
+        """The logprobs of an answer."""
+        logprobs_TV = (self.logits(version, told, agent) / temperature).log_softmax(-1)
+        column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(told.ids)[:, None])[:, 0].float().numpy()
         return column_T
 
     def refuses(self, words: str, **sampling: object) -> None:
@@ -198,32 +210,35 @@ def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | Floa
 
 
 @contextmanager
-def native_rig(model_dir: Path, scratch: Path) -> Iterator[Rig]:
-    """The embedded engine, over the model in ``model_dir``."""
-    model = load_model(ModelConfig(path=str(model_dir)))
+def native_rig(wanted: Wanted, scratch: Path) -> Iterator[Rig]:
+    """The embedded engine."""
+    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     config = EngineConfig(**SETTINGS)
     receiver = make_receiver(Route(), weight_tensors(model))
-    core = NativeEngine(model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=RealClock())
-    with _learner(model_dir, scratch) as (learner, publisher):
+    core = NativeEngine(model, config, max_context=wanted.max_context, receiver=receiver, clock=RealClock())
+    with _learner(wanted, scratch) as (learner, publisher):
         yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
 
 
 @contextmanager
-def served_rig(kind: str, server: ServerConfig, model_dir: Path, scratch: Path) -> Iterator[Rig]:
+def served_rig(kind: str, server: ServerConfig, wanted: Wanted, scratch: Path) -> Iterator[Rig]:
     """An engine that is a server of ``kind``, started or found."""
-    config = EngineConfig.model_validate({**SETTINGS, "kind": kind, "server": server.model_dump()})
-    receiver = make_receiver(Route(), skeleton(str(model_dir), "float32"))
-    wanted = Wanted(path=str(model_dir), dtype="float32", max_context=MAX_CONTEXT)
+    device = "cuda" if wanted.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
+    settings = {**SETTINGS, "kind": kind, "server": server.model_dump(), "device": device}
+    config = EngineConfig.model_validate(settings)
+    can = replace(config.can, kept_sets=wanted.record_kept, routing=wanted.record_routing)
+    form = Form(wanted)
+    receiver = make_receiver(Route(), form.tensors())
     with (
-        _learner(model_dir, scratch) as (learner, publisher),
-        served(config, wanted, scratch, receiver, RealClock()) as core,
+        _learner(wanted, scratch) as (learner, publisher),
+        served(config, wanted, Handover(scratch, form), receiver, RealClock()) as core,
     ):
-        yield Rig(core=core, can=config.can, model=learner, publisher=publisher)
+        yield Rig(core=core, can=can, model=learner, publisher=publisher)
 
 
 @contextmanager
-def _learner(model_dir: Path, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
-    model = load_model(ModelConfig(path=str(model_dir)))
+def _learner(wanted: Wanted, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
+    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:
         yield model, publisher

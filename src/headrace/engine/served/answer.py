@@ -1,6 +1,7 @@
 """One request on its way through a server, and what it has got.
 
-Shape legend: T tokens of the answer.
+Shape legend: T tokens of the answer, N tokens of prompt and answer but for the last, L mixture-of-experts layers, K
+experts per token and layer.
 """
 
 from __future__ import annotations
@@ -8,15 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from headrace.errors import HeadraceError
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
 from headrace.types.messages.engine import GenerateRequest
+from headrace.types.recorded import Experts, KeptSets, Routing
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """As a server writes it."""
@@ -45,6 +48,11 @@ class Part:
     """Why the stream ended: ``stop``, ``length`` or ``abort``; empty while it goes on."""
     spans: tuple[Span, ...] | None = None
     """Of the whole stream, at its end; ``None`` of a server that does not tell them."""
+    kept: Sequence[Sequence[int]] | None = None
+    """What each token was drawn from; ``None`` of a server that does not tell it."""
+    experts: npt.NDArray[Any] | None = None
+    """At the end of a stream, of every token but the last: those that it began with, and what it has brought; of every
+    layer, in any shape. ``None`` of a server that does not tell them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -61,6 +69,10 @@ class Answer:
     """0 of those that were sampled before."""
     versions: list[int] = field(default_factory=list)
     """``NOT_SAMPLED`` of those."""
+    kept: list[Sequence[int]] = field(default_factory=list)
+    """What each was drawn from; empty where that was not asked for, and of those."""
+    experts_NLK: Experts | None = None
+    """Of every token of prompt and answer but the last, once they are known."""
     begun: int = 0
     """How many of them were sampled before it came here."""
     flushed: int = 0
@@ -85,11 +97,12 @@ class Answer:
         self.ids.extend(part.ids)
         self.logprobs.extend([0.0] * len(part.ids) if certain else part.logprobs)
         self.versions.extend([version] * len(part.ids))
+        self.kept.extend(part.kept or [()] * len(part.ids))
 
     def restart(self) -> int:
         """Forget it all; how many tokens that were."""
         lost = len(self.ids) - self.begun
-        self.ids, self.logprobs, self.versions = [], [], []
+        self.ids, self.logprobs, self.versions, self.kept = [], [], [], []
         self.begun = self.flushed = self.stream_begin = 0
         self.restarted = True
         return lost
@@ -115,11 +128,15 @@ class Answer:
     def chunk(self, reason: StopReason | None = None, error: HeadraceError | None = None) -> Chunk:
         """What its reader has not yet got."""
         span = slice(self.flushed, None)
+        prompt_routing, routing = self._routing()
         chunk = Chunk(
             request_id=self.request.request_id,
             ids_T=np.array(self.ids[span], np.int32),
             logprobs_T=np.array(self.logprobs[span], np.float32),
             versions_T=np.array(self.versions[span], np.int32),
+            kept=KeptSets.of(self.kept[span]) if self.request.sampling.record_kept else None,
+            prompt_routing=prompt_routing,
+            routing=routing,
             stop_reason=reason,
             restarted=self.restarted,
             error=f"{error.problem}; {error.remedy}" if error else "",
@@ -127,3 +144,13 @@ class Answer:
         )
         self.flushed, self.restarted = len(self.ids), False
         return chunk
+
+    def _routing(self) -> tuple[Routing | None, Routing | None]:
+        """Of the prompt, for the first chunk; and of the tokens that its reader has not yet got."""
+        if self.experts_NLK is None:
+            return None, None
+        prompt_NLK, answer_NLK = np.split(self.experts_NLK, [len(self.prompt)])
+        known_T = np.arange(self.flushed, len(self.ids)) < len(answer_NLK)
+        told = self.flushed > self.begun
+        prompt = None if told else Routing(known_T=np.ones(len(prompt_NLK), bool), experts_RLK=prompt_NLK)
+        return prompt, Routing(known_T=known_T, experts_RLK=answer_NLK[self.flushed :])

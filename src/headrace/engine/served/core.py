@@ -30,6 +30,7 @@ from headrace.engine.native.checks import check_ids, request_problem, score_prob
 from headrace.engine.served.answer import Answer
 from headrace.engine.served.dialect import Met
 from headrace.engine.served.outbox import Outbox
+from headrace.engine.served.records import Routes
 from headrace.engine.served.server import Server
 from headrace.engine.served.streams import Streams, StreamTerms
 from headrace.engine.served.wire import Wire
@@ -84,12 +85,16 @@ class _Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What no request may exceed."""
+    """What no request may exceed, or ask for."""
 
     vocab_size: int
     """Ids run from 0 to one below it."""
     max_context: int
     """Tokens of prompt and answer."""
+    masks: bool = False
+    """Whether the server tells what each token was drawn from."""
+    routes: Routes | None = None
+    """Of a server that tells the experts of each token."""
 
 
 class ServedEngine:
@@ -108,11 +113,15 @@ class ServedEngine:
     ) -> None:
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
         self._met = met
-        self._name, self._can = server.dialect.name, server.dialect.capabilities
+        self._name, self._can = server.dialect.name, config.can
         self._outbox = Outbox()
         terms = StreamTerms(
-            most=config.max_sequences, flush_tokens=config.flush_tokens, vocab_size=limits.vocab_size
-        )  # fmt: skip
+            most=config.max_sequences,
+            flush_tokens=config.flush_tokens,
+            vocab_size=limits.vocab_size,
+            masks=limits.masks,
+            routes=limits.routes,
+        )
         self._streams = wire.call(_made(wire, server, self._outbox, terms, clock), CONTROL_S)
         self._arrivals = itertools.count()
         self._live: dict[int, _Past] = {}
@@ -153,6 +162,7 @@ class ServedEngine:
         answer = Answer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
         answer.begun = answer.flushed = len(begun)
         answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
+        answer.kept = [()] * len(begun)
         self._live[request.request_id] = _Past(prompt=prompt, ids=begun)
         self._wire.post(self._streams.add, answer)
 
@@ -189,7 +199,7 @@ class ServedEngine:
             empty = np.zeros((len(request.ids_T), request.top_k), np.float32)
             return TopScores(logprobs_T=np.zeros(len(empty), np.float32), ids_TK=empty.astype(np.int32), logs_TK=empty)
         ids = [int(token) for token in request.ids_T]
-        return self._wire.call(self._server.dialect.scores(self._wire.client, ids, request.top_k), CONTROL_S)
+        return self._wire.call(self._scores(ids, request.top_k), CONTROL_S)
 
     def stage(self, update: WeightUpdate) -> None:
         if self._receiver is None:
@@ -210,6 +220,7 @@ class ServedEngine:
             raise WeightsError(f"commit of version {version}, and {other}", remedy="wait for the commit's report")
         self._receiver.commit(version)
         self._swapping = version
+        self._paused &= mode is not Interrupt.SLEEP
         self._wire.post(self._begin_swap, version, mode)
 
     def take_swaps(self) -> list[SwapReport]:
@@ -219,13 +230,13 @@ class ServedEngine:
         return swaps
 
     def pause(self, *, release: bool = False) -> None:
-        if release:
+        if release and not self._can.releases:
             raise RequestError(
-                f"{self._name} is asked to give its memory back, which is not done for a server",
+                f"{self._name} is asked to give its memory back on {self._config.device}, which it does not",
                 remedy="pause without release, or take engine.kind = 'native'",
             )
         self._refuse_broken()
-        self._wire.call(self._streams.hold(), CONTROL_S)
+        self._wire.call(self._streams.sleep() if release else self._streams.hold(), CONTROL_S)
         self._paused = True
 
     def resume(self) -> None:
@@ -241,11 +252,11 @@ class ServedEngine:
     def _problem(self, request: GenerateRequest) -> str:
         sampling, dialect = request.sampling, self._server.dialect
         lacking = {
-            "kept-sets (record_kept)": sampling.record_kept and not self._can.kept_sets,
-            "experts (record_routing)": sampling.record_routing and not self._can.routing,
+            "kept-sets (record_kept)": sampling.record_kept and not self._limits.masks,
+            "experts (record_routing)": sampling.record_routing and self._limits.routes is None,
             "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
             "pinned sequences": request.pinned and not self._can.pins,
-            "adapters of agents": bool(request.agent),
+            f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
         }
         missing = [what for what, asked in lacking.items() if asked]
         if missing:
@@ -334,6 +345,10 @@ class ServedEngine:
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
         self._swap = self._wire.spawn(self._streams.swap(version, mode))
+
+    async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
+        adapter = self._server.handover.form.adapters[""]
+        return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _named(self, version: int) -> None:
         await self._server.dialect.name_weights(self._wire.client, version)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.engine.capabilities import Capabilities
 from headrace.engine.served.answer import Part
 from headrace.errors import ComponentDied
 from headrace.types.sampling import Sampling
@@ -50,6 +49,10 @@ class Ask:
     """Tokens that may still come."""
     version: int
     """The weights in use: what others have computed is not to be shared."""
+    masks: bool = False
+    """The server has to tell what each token was drawn from."""
+    adapter: str = ""
+    """Whose answer it is; empty: the model's own."""
 
 
 class Dialect(Protocol):
@@ -61,7 +64,6 @@ class Dialect(Protocol):
     """``engine.kind``."""
     package: str
     """The distribution that holds it."""
-    capabilities: Capabilities
     tested: tuple[str, ...]
     """Versions of its program that were run against the contract."""
     stream_path: str
@@ -89,7 +91,7 @@ class Dialect(Protocol):
         ...
 
     async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
-        """Use the weights in the directory ``path`` from now on, and call them ``version``."""
+        """Use what lies in the directory ``path`` from now on (see :mod:`.forms`), and call it ``version``."""
         ...
 
     async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
@@ -100,7 +102,15 @@ class Dialect(Protocol):
         """Go on after a hold."""
         ...
 
-    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int) -> TopScores:
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        """Give the memory back that weights and cache take, while it stands still without an answer to give."""
+        ...
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        """Take it again, with the same weights, and stand still no longer."""
+        ...
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
         """The logprobs of given tokens at temperature 1, and the likeliest entries."""
         ...
 
@@ -122,4 +132,5 @@ async def post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | N
             f"the server at {client.base_url} answered {path} with {answer.status_code}: {answer.text[:1000]}",
             remedy="look at the server's log; is it started as docs/engines.md says?",
         )
-    return answer.json() if answer.content else None
+    said = answer.headers.get("content-type", "")
+    return answer.json() if said.startswith("application/json") else None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.engine.served.config import ServerConfig
 from headrace.errors import ConfigError
+from headrace.models.config import LoraConfig
 
 _ASK = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 ASK_S = 60.0
@@ -25,6 +26,14 @@ class Wanted:
     dtype: str
     max_context: int
     """Tokens of prompt and answer."""
+    lora: LoraConfig | None = None
+    """The adapters that are trained beside it; ``None``: it is trained itself, or nothing is."""
+    record_kept: bool = False
+    """Whether the server is to tell what each token was drawn from."""
+    record_routing: bool = False
+    """Whether it is to tell the experts of each token."""
+    sleeps: bool = False
+    """Whether it is to give its memory back while a learner computes."""
 
 
 def model_alone(path: str, directory: Path) -> str:

@@ -7,14 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
 from headrace.engine.served.core import Limits, ServedEngine, StagingReceiver
 from headrace.engine.served.dialect import Dialect, Met
+from headrace.engine.served.forms import Form
 from headrace.engine.served.handover import Handover
 from headrace.engine.served.launching import Wanted, installed, model_alone, refuse_untested
 from headrace.engine.served.server import Command, Server
@@ -26,7 +23,6 @@ from headrace.engine.vllm.dialect import VllmDialect
 from headrace.environ import secret
 from headrace.errors import ConfigError
 from headrace.models.load import read_config
-from headrace.models.weights import weight_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +50,14 @@ KINDS = {
 def served(
     config: EngineConfig,
     wanted: Wanted,
-    directory: Path,
+    handover: Handover,
     receiver: StagingReceiver | None,
     clock: Clock,
 ) -> Iterator[ServedEngine]:
-    """The engine, without weights that have a version. ``directory`` is a folder of this run's alone that the server
-    sees: weights go through it. Raises :class:`~headrace.errors.ConfigError` for a server that cannot be had."""
-    kind = KINDS[config.kind]
-    dialect, handover = kind.dialect, Handover(directory)
+    """The engine, without weights that have a version: they go through ``handover``. Raises
+    :class:`~headrace.errors.ConfigError` for a server that cannot be had."""
+    kind, directory = KINDS[config.kind], handover.directory
+    dialect = kind.dialect
     settings, found = config.server, config.server.urls
     address = Address(url=found[0], token=secret(settings.token_from)) if found else kind.own_address(directory)
     path = wanted.path if found else model_alone(wanted.path, directory)
@@ -76,20 +72,15 @@ def served(
             met = server.meet(wire, settings.wait_s, clock)
             refuse_untested(dialect.name, met.version, dialect.tested, any_version=settings.any_version)
             _refuse_other_model(dialect, address, met, wanted)
-            limits = Limits(vocab_size=vocabulary(wanted.path), max_context=wanted.max_context)
+            limits = Limits(
+                vocab_size=vocabulary(wanted.path),
+                max_context=wanted.max_context,
+                masks=wanted.record_kept,
+                routes=handover.form.routes() if wanted.record_routing else None,
+            )
             yield ServedEngine(wire, server, config, met=met, limits=limits, receiver=receiver, clock=clock)
     finally:
         server.close()
-
-
-def skeleton(path: str, dtype: str) -> dict[str, Tensor]:
-    """Tensors like those of the model in the directory ``path``, by name: memory that nothing is written to, for a
-    receiver to put its versions in the place of."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(path), dtype=getattr(torch, dtype))
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in weight_tensors(model).items()
-    }  # fmt: skip
 
 
 def vocabulary(path: str) -> int:
@@ -124,7 +115,7 @@ def _other_tensors(wanted: Wanted, theirs: str) -> str:
     if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(wanted.path).resolve():
         return ""
     there, here = (
-        {name: list(tensor.shape) for name, tensor in skeleton(path, wanted.dtype).items()}
+        {name: list(tensor.shape) for name, tensor in Form(replace(wanted, path=path, lora=None)).tensors().items()}
         for path in (theirs, wanted.path)
     )
     for name in sorted(there.keys() | here.keys()):

@@ -34,6 +34,8 @@ class Command:
     argv: Sequence[str]
     variables: Mapping[str, str]
     """Of its environment, beside what a program of a run has."""
+    hint: str = ""
+    """What to look at where it ends before it serves, beside its log."""
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.argv])
@@ -117,7 +119,8 @@ class Server:
         while clock.now() < until_s:
             if words := self._ended():
                 raise ConfigError(
-                    f"{words} before it served: {self._command}", remedy="its last words are in the engine's log"
+                    f"{words} before it served: {self._command}",
+                    remedy=f"its last words are in the engine's log{self._command.hint}",
                 )
             try:
                 answer = await client.get("/health", timeout=HEALTH_S)

@@ -20,11 +20,13 @@ from headrace.clock import Clock
 from headrace.engine.served.answer import Answer, Part
 from headrace.engine.served.dialect import Ask, Dialect, Hold
 from headrace.engine.served.outbox import Outbox
+from headrace.engine.served.records import Routes, refuse_kept
 from headrace.engine.served.server import Server
 from headrace.engine.served.wire import Wire
 from headrace.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
+from headrace.types.recorded import Experts
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport
 
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 ABORT = "abort"
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _ENDS = frozenset({"", ABORT, *_REASONS})
-_BY_ABORT = frozenset({Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY})
+_RESUMES = frozenset({Interrupt.ABORT_RESUME, Interrupt.SLEEP})
+_BY_ABORT = _RESUMES | {Interrupt.ABORT_RETRY}
 _PATIENT = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 HALT_S = 30.0
 """Longest that a server may take to end its streams once it has said that it stands still."""
@@ -52,6 +55,10 @@ class StreamTerms:
     """A reader is told each time there are so many."""
     vocab_size: int
     """Ids run from 0 to one below it."""
+    masks: bool = False
+    """The server tells what each token was drawn from."""
+    routes: Routes | None = None
+    """It tells the experts of each token, which are those of this model."""
 
 
 class Streams:
@@ -68,6 +75,8 @@ class Streams:
         self._going, self._changed = asyncio.Event(), asyncio.Event()
         self._going.set()
         self._version = NOT_SAMPLED
+        self._asleep = False
+        """The server has given its memory back."""
         self._busy_since_s = 0.0
         self._heard_s = clock.now()
         self.stats = EngineStats()
@@ -103,10 +112,26 @@ class Streams:
         self._begin_holding()
         await self._dialect.hold(self._wire.client, Hold())
 
+    async def sleep(self) -> None:
+        """The same, without the memory that the server can give back."""
+        self._begin_holding()
+        self._going.clear()
+        await self._dialect.hold(self._wire.client, Hold(abort=True))
+        await self._halt()
+        await self._dialect.sleep(self._wire.client)
+        self._asleep = True
+
     async def go_on(self) -> None:
         """Have work again."""
+        await self._wake()
         await self._dialect.go_on(self._wire.client)
+        self._going.set()
         self._end_holding()
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            await self._dialect.wake(self._wire.client)
+            self._asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
         """Have the server use ``version``, and report it."""
@@ -115,6 +140,7 @@ class Streams:
         if mode in _PATIENT:
             await self._until(lambda: not self._running)
         began_s = self._clock.now()
+        await self._wake()
         if mode in _BY_ABORT:
             self._going.clear()
         recompute = mode is Interrupt.INFLIGHT_RECOMPUTE
@@ -132,7 +158,7 @@ class Streams:
         ended_s = self._clock.now()
         self._end_holding()
         self._count(restarted=self.stats.restarted + len(restarted), wasted_tokens=self.stats.wasted_tokens + wasted)
-        forgotten = recompute or mode is Interrupt.ABORT_RESUME
+        forgotten = recompute or mode in _RESUMES
         self._outbox.report(
             SwapReport(
                 version=version,
@@ -245,6 +271,8 @@ class Streams:
             sampling=answer.request.sampling,
             left=answer.request.sampling.max_new_tokens - len(answer.ids),
             version=self._version,
+            masks=self._terms.masks,
+            adapter=self._server.handover.form.adapters[answer.request.agent],
         )
         try:
             async with self._wire.client.stream(
@@ -270,6 +298,8 @@ class Streams:
                 self._take(answer, part)
                 if part.spans is not None:
                     answer.certify(part.spans)
+                if part.ended in _REASONS and answer.request.sampling.record_routing:
+                    answer.experts_NLK = self._experts(answer, part)
             except ValueError as error:
                 raise SequenceFailed(
                     f"{self._dialect.name} sent what is no part of an answer: {type(error).__name__}: {error}",
@@ -286,8 +316,11 @@ class Streams:
             raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._terms.vocab_size}")
         if part.ended not in _ENDS:
             raise ValueError(f"an end for the reason {part.ended!r}")
-        if len(answer.ids) + len(part.ids) > answer.request.sampling.max_new_tokens:
-            raise ValueError(f"more than {answer.request.sampling.max_new_tokens} tokens")
+        sampling = answer.request.sampling
+        if len(answer.ids) + len(part.ids) > sampling.max_new_tokens:
+            raise ValueError(f"more than {sampling.max_new_tokens} tokens")
+        if sampling.record_kept and part.ids:
+            refuse_kept(part.kept, part.ids)
         first = answer.stream_begin == len(answer.ids)
         answer.take(part, self._version)
         self._heard_s = self._clock.now()
@@ -296,8 +329,15 @@ class Streams:
             prompt_tokens=self.stats.prompt_tokens + (len(answer.prompt) + answer.stream_begin if first else 0),
             steps=self.stats.steps + 1,
         )
-        if not part.ended and len(answer.ids) - answer.flushed >= self._terms.flush_tokens:
+        due = len(answer.ids) - answer.flushed >= self._terms.flush_tokens
+        if due and not part.ended and not sampling.record_routing:  # experts are told at the end
             self._outbox.put(answer.chunk())
+
+    def _experts(self, answer: Answer, part: Part) -> Experts:
+        assert self._terms.routes is not None
+        if part.experts is None:
+            raise ValueError("no experts came with the end of an answer")
+        return self._terms.routes.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
         """A server that is dead is noticed, whatever it leaves open."""

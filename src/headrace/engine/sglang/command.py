@@ -49,6 +49,8 @@ def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
         *(str(part) for pair in settings.items() for part in pair),
         *key,
         *("--incremental-streaming-output", "--enable-cache-report"),
+        *(["--enable-return-routed-experts"] if wanted.record_routing else []),
+        *(["--enable-memory-saver", "--enable-weights-cpu-backup"] if wanted.sleeps else []),
         *config.server.args,
     ]
     variables = {"SGLANG_USE_MODELSCOPE": "0"}

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headrace.engine.capabilities import CAPABILITIES
 from headrace.engine.served.answer import Part, TokenId
 from headrace.engine.served.dialect import Ask, Hold, Met, post
+from headrace.engine.served.records import numbers
 from headrace.errors import ComponentDied
 from headrace.types.sampling import Sampling
 from headrace.types.taught import TopScores
@@ -37,6 +37,7 @@ class _Meta(msgspec.Struct):
     completion_tokens: int
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] = []
     finish_reason: _Finish | None = None
+    routed_experts: str | None = None
 
 
 class _Event(msgspec.Struct):
@@ -51,7 +52,6 @@ class SglangDialect:
 
     name = "SGLang"
     kind = package = "sglang"
-    capabilities = CAPABILITIES["sglang"]
     tested: tuple[str, ...] = ()
     stream_path = "/generate"
 
@@ -74,7 +74,13 @@ class SglangDialect:
             "skip_special_tokens": False,  # a stop string may name one
             "ignore_eos": True,  # stop_ids say what ends an answer
         }
-        return {"input_ids": list(ask.ids), "sampling_params": wanted, "return_logprob": True, "stream": True}
+        return {
+            "input_ids": list(ask.ids),
+            "sampling_params": wanted,
+            "return_logprob": True,
+            "return_routed_experts": sampling.record_routing,
+            "stream": True,
+        }
 
     def part(self, event: str, seen: int) -> Part | None:
         read = msgspec.json.decode(event, type=_Event)
@@ -89,6 +95,7 @@ class SglangDialect:
             ids=[one[1] for one in told],
             logprobs=[math.nan if one[0] is None else one[0] for one in told],
             ended="" if meta.finish_reason is None else meta.finish_reason.type,
+            experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
         )
 
     async def meet(self, client: httpx.AsyncClient) -> Met:
@@ -113,7 +120,13 @@ class SglangDialect:
     async def go_on(self, client: httpx.AsyncClient) -> None:
         await post(client, "/continue_generation", {})
 
-    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int) -> TopScores:
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/release_memory_occupation", {})
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/resume_memory_occupation", {})
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
         wanted = {"max_new_tokens": 1, "temperature": 0.0}
         order = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
         answer = await post(client, "/generate", {"input_ids": list(ids), "sampling_params": wanted, **order})

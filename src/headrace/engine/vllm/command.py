@@ -15,6 +15,12 @@ from headrace.models.devices import CPU
 INSIDE = Path(__file__).parent / "inside"
 """On the path of vLLM's Python: what of ours runs there."""
 CPU_CACHE_MB = 1024
+NO_RECORDS = (
+    ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
+    "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
+)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM keeps room for."""
 
 
 def own_address(directory: Path) -> Address:
@@ -39,17 +45,27 @@ def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
         "--worker-extension-cls": "headrace_in_vllm.Extension",
         "--seed": secrets.randbelow(2**31),  # engines of one fleet must not draw the same
     }
+    if wanted.lora is not None:
+        settings |= {
+            "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= wanted.lora.rank),
+            "--max-loras": 1 + len(wanted.lora.agents),
+        }
     argv = [
         *(interpreter(config.server), "-m", "vllm.entrypoints.cli.main", "serve", wanted.path, *where),
         *(str(part) for pair in settings.items() for part in pair),
         *("--enable-scale-out", "--enable-prefix-caching", "--uvicorn-log-level", "warning"),
+        *(["--enable-lora"] if wanted.lora is not None else []),
+        *(["--return-sampling-mask"] if wanted.record_kept else []),
+        *(["--enable-return-routed-experts"] if wanted.record_routing else []),
         *(["--kv-cache-memory-bytes", str(cache << 20)] if cache else share),
         *(["--enforce-eager"] if on_cpu else []),
+        *(["--enable-sleep-mode"] if wanted.sleeps else []),
         *config.server.args,
     ]
     variables = {
         "PYTHONPATH": str(INSIDE),
         "VLLM_SERVER_DEV_MODE": "1",
+        **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if wanted.lora is not None else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
@@ -57,4 +73,5 @@ def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     elif not {"--tensor-parallel-size", "-tp"} & set(config.server.args):
         variables["CUDA_VISIBLE_DEVICES"] = config.device.partition(":")[2]
-    return Command(argv=argv, variables=variables)
+    records = wanted.record_kept or wanted.record_routing
+    return Command(argv=argv, variables=variables, hint=NO_RECORDS if on_cpu and records else "")

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headrace.engine.capabilities import CAPABILITIES
 from headrace.engine.served.answer import Part, Span, TokenId
 from headrace.engine.served.dialect import Ask, Hold, Met, post
-from headrace.engine.served.handover import FILE
+from headrace.engine.served.forms import FILE, adapters_in
+from headrace.engine.served.records import unpacked
 from headrace.errors import ConfigError
 from headrace.types.sampling import Sampling
 from headrace.types.taught import TopScores
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 NOT_FINITE = -9998.0
 """vLLM writes −9999 where a logprob is NaN or −∞."""
+UNBOUNDED = 2**31 - 1
+"""As a top-k: of any vocabulary."""
 SCORE_S = 60.0
 """Longest wait for the logprobs of given tokens."""
 
@@ -46,6 +48,8 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    sampling_mask: list[list[TokenId]] | None = None
+    routed_experts: str | None = None
     token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -64,7 +68,6 @@ class VllmDialect:
 
     name = "vLLM"
     kind = package = "vllm"
-    capabilities = CAPABILITIES["vllm"]
     tested: tuple[str, ...] = ("0.32",)
     stream_path = "/inference/v1/generate"
 
@@ -79,8 +82,7 @@ class VllmDialect:
         sampling = ask.sampling
         wanted = {
             "max_tokens": ask.left,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
+            **_drawn(sampling, masks=ask.masks),
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
@@ -99,6 +101,7 @@ class VllmDialect:
             "sampling_params": wanted,
             "stream": True,
             "cache_salt": f"v{ask.version}",  # the prefix cache is keyed by version
+            **_asked(ask.adapter),
         }
 
     def part(self, event: str, seen: int) -> Part | None:
@@ -113,7 +116,14 @@ class VllmDialect:
         logprobs = [math.nan if one.logprob < NOT_FINITE else one.logprob for one in content or ()]
         if ended and spans is None and seen + len(ids):
             raise ValueError("no versions of the weights came with the end of an answer")
-        return Part(ids=ids, logprobs=logprobs, ended=ended, spans=tuple(spans) if spans else None)
+        return Part(
+            ids=ids,
+            logprobs=logprobs,
+            ended=ended,
+            spans=tuple(spans) if spans else None,
+            kept=choice.sampling_mask,
+            experts=None if choice.routed_experts is None else unpacked(choice.routed_experts),
+        )
 
     async def meet(self, client: httpx.AsyncClient) -> Met:
         version = (await client.get("/version")).json()["version"]
@@ -131,9 +141,20 @@ class VllmDialect:
         await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
 
     async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
-        await post(client, "/start_weight_update")
-        await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
-        await post(client, "/finish_weight_update", {"weight_version": str(version)})
+        adapters = adapters_in(path)
+        if not adapters:
+            await post(client, "/start_weight_update")
+            await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
+            await post(client, "/finish_weight_update", {"weight_version": str(version)})
+            return
+        served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
+        for adapter in adapters:
+            if adapter.name in served:
+                await _inside(client, "take_adapter", adapter.name, str(adapter))
+            else:
+                await post(client, "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter)})
+                await _inside(client, "name_adapter", adapter.name)
+        await self.name_weights(client, version)
 
     async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
         await post(client, "/update_weight_version", {"new_version": str(version)})
@@ -141,9 +162,16 @@ class VllmDialect:
     async def go_on(self, client: httpx.AsyncClient) -> None:
         await post(client, "/resume")
 
-    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int) -> TopScores:
-        wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "temperature": 0.0, "detokenize": False}
-        answer = await post(client, self.stream_path, {"token_ids": list(ids), "sampling_params": wanted})
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/sleep?level=1&mode=abort")
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/wake_up")
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
+        wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
+        asked = {"token_ids": list(ids), "sampling_params": wanted, **_asked(adapter)}
+        answer = await post(client, self.stream_path, asked)
         rows = answer["prompt_logprobs"]
         logprobs_T = np.zeros(len(ids), np.float32)
         ids_TK, logs_TK = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
@@ -153,3 +181,21 @@ class VllmDialect:
             logprobs_T[at] = row[ids[at]]
             ids_TK[at], logs_TK[at] = best, [row[token] for token in best]
         return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)
+
+
+def _drawn(sampling: Sampling, *, masks: bool) -> dict[str, float]:
+    """A server that tells masks wants to know a bound of their size, and refuses a temperature of 0."""
+    if not masks:
+        return {"temperature": sampling.temperature, "top_k": sampling.top_k}
+    if sampling.temperature == 0:
+        return {"temperature": 1.0, "top_k": 1}
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k or UNBOUNDED}
+
+
+def _asked(adapter: str) -> dict[str, str]:
+    return {"model": adapter} if adapter else {}
+
+
+async def _inside(client: httpx.AsyncClient, method: str, *arguments: str) -> None:
+    """Have the workers do it: ``headrace_in_vllm.Extension``."""
+    await post(client, "/collective_rpc", {"method": method, "args": arguments})

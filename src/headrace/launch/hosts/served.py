@@ -9,8 +9,10 @@ from pathlib import Path
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
+from headrace.engine.served.forms import Form
+from headrace.engine.served.handover import Handover
 from headrace.engine.served.launching import Wanted
-from headrace.engine.served.make import served, skeleton
+from headrace.engine.served.make import served
 from headrace.environ import run_token, shared_memory_root
 from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
@@ -18,6 +20,7 @@ from headrace.launch.hosts.engine import EngineHost, HostTerms
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.leases import Lease
 from headrace.launch.starts import EngineStart
+from headrace.models import ModelConfig
 from headrace.sync.transports import make_receiver
 from headrace.types.messages.controller import Ready
 from headrace.types.versions import INITIAL
@@ -25,14 +28,23 @@ from headrace.types.versions import INITIAL
 
 def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -> None:
     """Have a server, report, serve until told to shut down."""
-    wanted = Wanted(path=start.model["path"], dtype=start.model["dtype"], max_context=start.max_context)
-    own = start.own_weights
-    receiver = None if own else make_receiver(start.route, skeleton(wanted.path, wanted.dtype), run_token())
+    model, own = ModelConfig.model_validate(start.model), start.own_weights
+    wanted = Wanted(
+        path=model.path,
+        dtype=model.dtype,
+        max_context=start.max_context,
+        lora=model.lora,
+        record_kept=start.record_kept,
+        record_routing=start.record_routing,
+        sleeps=start.sleeps,
+    )
+    form = Form(wanted)
+    receiver = None if own else make_receiver(start.route, form.tensors(), run_token())
     with ExitStack() as kept:
         folder = config.server.weights_dir
         directory = Lease.directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
-        core = kept.enter_context(served(config, wanted, directory.path, receiver, RealClock()))
+        core = kept.enter_context(served(config, wanted, Handover(directory.path, form), receiver, RealClock()))
         if own:
             core.adopt(INITIAL)
         address = "" if receiver is None else receiver.address

@@ -32,7 +32,7 @@ from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.shards import local, whole
 from headrace.learner.snapshot import TOKENIZER_FILES
 from headrace.models.config import ModelConfig
-from headrace.models.weights import is_adapted, weight_tensors
+from headrace.models.weights import is_adapted, kept_as, weight_tensors
 
 _STEP, _UPDATES = "step", "updates"
 _RANDOM_STATE = "random_state.cpu"
@@ -176,7 +176,7 @@ class Snapshot:
 
     def _weights(self) -> dict[str, Tensor]:
         """The weights that this rank writes, under the names of the model's own files."""
-        return _in_files(self._model, self._kept(iter(weight_tensors(self._model).items())))
+        return kept_as(self._model, self._kept(iter(weight_tensors(self._model).items())))
 
     def _beside(self) -> dict[str, dict[str, Tensor]]:
         """What this rank writes of the companions, by file."""
@@ -251,13 +251,3 @@ def _written(path: Path) -> int:
     """
     _, _, count = path.stem.rpartition("-of-")
     return int(count) if count.isdigit() else 1
-
-
-def _in_files(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names, and in the shapes, in which such models are kept in files: one tensor per expert, say."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    if not tensors:
-        return tensors
-    reverted: dict[str, Any] = revert_weight_conversion(model, tensors)
-    return {name: tensor.contiguous() for name, tensor in reverted.items()}

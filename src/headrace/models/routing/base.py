@@ -23,6 +23,8 @@ Gates = Callable[[Any, Tensor, Tensor], Tensor]
 class Layer:
     """One mixture-of-experts layer."""
 
+    depth: int
+    """Of the decoder layer that it is in."""
     router: nn.Module
     """Gives ``(logits_NE, gates_NK, experts_NK)``."""
     attention: nn.Module

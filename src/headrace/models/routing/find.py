@@ -64,6 +64,7 @@ def _layer(model: nn.Module, name: str) -> tuple[nn.Module, Layer]:
     return (
         model.get_submodule(".".join(path[: at - 1])),
         Layer(
+            depth=int(path[at]),
             router=router,
             attention=model.get_submodule(".".join([*path[: at + 1], "self_attn"])),
             gates=FAMILIES[_kind(router)],

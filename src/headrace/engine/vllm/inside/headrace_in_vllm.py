@@ -5,9 +5,12 @@ It is named with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--w
 reloading splits a checkpoint's tensors over its workers and packs them for its kernels.
 """
 
+# gate: getattr - the layers are vLLM's
+
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
@@ -16,10 +19,12 @@ from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-f
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
+from vllm.lora.request import LoRARequest  # type: ignore[import-not-found]
 from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
 BACKEND = "headrace"
 HEAD = "lm_head.weight"
@@ -51,6 +56,10 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
     def start_weight_update(self) -> None:
         """Layers take tensors in the format of checkpoints again."""
+        if current_platform.is_cpu():
+            for layer in self.model.modules():
+                if hasattr(layer, "quant_method") and hasattr(layer.quant_method, "moe_kernel"):
+                    layer.quant_method.moe_kernel = None  # else what is loaded is not packed for processors
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -77,7 +86,28 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
 
 class Extension:
-    """Its being imported registers :class:`SharedFile`, in every worker."""
+    """What a worker can do besides. Its being imported registers :class:`SharedFile`, in every worker.
+
+    An adapter that is loaded in place through vLLM's own route is read from its files again in every step, as its
+    requests go on asking for that. So the route loads it once, and from then on the workers exchange it.
+    """
+
+    def name_adapter(self, name: str) -> None:
+        """The adapter that was loaded last is called ``name`` from now on."""
+        self._numbers()[name] = max(self._worker().list_loras())
+
+    def take_adapter(self, name: str, path: str) -> None:
+        """Put the adapter in the directory ``path`` in the place of the one called ``name``."""
+        number = self._numbers()[name]
+        self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
+
+    def _numbers(self) -> dict[str, int]:
+        numbers: dict[str, int] = self.__dict__.setdefault("adapters_of_headrace", {})
+        return numbers
+
+    def _worker(self) -> Any:
+        """Itself: vLLM makes this a base of its worker's class."""
+        return self
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

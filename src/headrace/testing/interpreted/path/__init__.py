@@ -1,0 +1,1 @@
+"""Goes on the path of a server: see :mod:`.sitecustomize`."""

@@ -1,0 +1,95 @@
+"""Servers that speak the protocols of vLLM and SGLang, with the embedded engine behind them: for tests of whatever
+talks to such servers, where the real ones take minutes to start or need a GPU.
+
+They sample, record, pause, load and label as those do, and nothing else.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig
+from headrace.engine.local import LocalEngine
+from headrace.engine.native import NativeEngine
+from headrace.engine.served.launching import Wanted
+from headrace.errors import RequestError
+from headrace.models import ModelConfig, load_model
+from headrace.testing.servers import sglang, vllm
+from headrace.testing.servers.base import FakeServer, Files, Handler
+
+__all__ = ["FakeServer", "fake_server"]
+
+
+@contextmanager
+def fake_server(kind: str, wanted: Wanted) -> Iterator[tuple[str, FakeServer]]:
+    """The URL of a server of ``kind`` that was started for ``wanted``, and the server."""
+    routes = {"vllm": vllm.ROUTES, "sglang": sglang.ROUTES}[kind]
+    started: list[FakeServer] = []
+    ready = threading.Event()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with _engine(wanted) as server:
+            app.state.server = server
+            started.append(server)
+            ready.set()
+            yield
+
+    app = Starlette(
+        routes=[Route(path, _called(path, handler), methods=[method]) for (method, path), handler in routes.items()],
+        lifespan=lifespan,
+    )
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1)
+        uvicorn_server = uvicorn.Server(config)
+        thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        ready.wait(30)
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}", started[0]
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join(10)
+
+
+@asynccontextmanager
+async def _engine(wanted: Wanted) -> AsyncIterator[FakeServer]:
+    model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
+    files = Files(model)
+    config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
+    context = model.config.max_position_embeddings
+    core = NativeEngine(model, config, max_context=context, receiver=files, clock=RealClock(), decode=None)
+    core.commit(0)
+    core.take_swaps()
+    async with LocalEngine(core, clock=RealClock()) as engine:
+        yield FakeServer(
+            Path(wanted.path), engine, files, context, masks=wanted.record_kept, routing=wanted.record_routing
+        )
+
+
+def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        server: FakeServer = request.app.state.server
+        if handler not in (vllm.generate, sglang.generate):
+            server.calls.append(path)
+        try:
+            answer = await handler(server, request)
+        except RequestError as error:
+            told = {"message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            return JSONResponse({"error": told}, status_code=400)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
+
+    return endpoint

@@ -1,0 +1,178 @@
+"""What the fakes have in common: an engine behind them, and what they are told to do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from transformers import PreTrainedModel
+
+from headrace.engine.base import RequestOptions, TokenChunk
+from headrace.engine.local import LocalEngine
+from headrace.engine.native.checks import sampling_problem
+from headrace.errors import RequestError
+from headrace.models.lora import load_adapter
+from headrace.models.weights import DEFAULT, is_adapted
+from headrace.types.episode import StopReason
+from headrace.types.sampling import Sampling
+from headrace.types.tokens import Tokens
+from headrace.types.weights import Interrupt, WeightUpdate
+
+REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
+"""Why an answer ended, in the words of both kinds."""
+
+
+class Files:
+    """Takes weights from files, when it is told to."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.path = Path()
+        """Of a checkpoint."""
+        self.adapters: dict[str, Path] = {}
+        """Where the next version of each lies."""
+
+    def stage(self, update: WeightUpdate) -> None:
+        raise AssertionError("weights come from files")
+
+    @torch.no_grad()
+    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
+        for name, path in self.adapters.items():
+            load_adapter(self._model, path, name)
+        if version and not is_adapted(self._model):
+            self._model.load_state_dict(self._checkpoint().state_dict())
+        return iter(())
+
+    def _checkpoint(self) -> PreTrainedModel:
+        """The model whose tensors lie in the file, however it keeps them."""
+        with tempfile.TemporaryDirectory() as directory:
+            self._model.config.save_pretrained(directory)
+            (Path(directory) / self.path.name).symlink_to(self.path)
+            model: PreTrainedModel = type(self._model).from_pretrained(directory)
+        return model
+
+
+@dataclass(slots=True)
+class FakeServer:
+    """What both kinds are made of: an engine, the labels of its weights, and what it was told to do."""
+
+    model_dir: Path
+    engine: LocalEngine
+    files: Files
+    max_context: int
+    """Tokens of prompt and answer."""
+    labels: dict[int, str] = field(default_factory=lambda: {0: "default"})
+    """By the versions that the engine counts by itself."""
+    recompute: bool = False
+    calls: list[str] = field(default_factory=list)
+    """The paths that were asked for, streams aside."""
+    masks: bool = False
+    """It tells what each token was drawn from."""
+    routing: bool = False
+    """It tells the experts of each token."""
+    seeds: Iterator[int] = field(default_factory=itertools.count)
+    """Of the next answers: requests come without one."""
+
+    @property
+    def label(self) -> str:
+        """Of the weights in use."""
+        return self.labels[max(self.labels)]
+
+    async def load(self, path: Path, label: str) -> None:
+        """Use the weights in the file ``path``."""
+        self.files.path = path
+        await self.commit(label)
+
+    async def commit(self, label: str) -> None:
+        """Use what the files hold now."""
+        version = max(self.labels) + 1
+        await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recompute else Interrupt.INFLIGHT)
+        self.labels[version] = label
+
+    async def abort(self) -> None:
+        """End every answer, and begin none."""
+        self.engine.withdraw_all()
+        await self.engine.pause()
+
+    def answer(self, ids: list[int], sampling: Sampling, adapter: str = "") -> AsyncIterator[TokenChunk]:
+        """One answer; draws differ from request to request."""
+        agent = "" if adapter == DEFAULT else adapter
+        return self.engine.generate(np.array(ids, np.int32), sampling, RequestOptions(agent=agent))
+
+    async def scores(self, ids: list[int], top_k: int) -> tuple[list[float], list[dict[int, float]]]:
+        """The logprob of each token, and of the likeliest entries."""
+        top = await self.engine.top_scores(Tokens.observed(ids), max(1, top_k))
+        rows = [
+            dict(zip(row.tolist(), logs.tolist(), strict=True)) if top_k else {}
+            for row, logs in zip(top.ids_TK, top.logs_TK, strict=True)
+        ]
+        return top.logprobs_T.tolist(), rows
+
+
+Handler = Callable[[FakeServer, Request], Any]
+
+
+def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Of events, as both kinds write it."""
+
+    async def lines() -> AsyncIterator[str]:
+        async for event in events:
+            yield f"data: {json.dumps(event)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(lines(), media_type="text/event-stream")
+
+
+async def resume(server: FakeServer, request: Request) -> Any:
+    """Go on."""
+    await server.engine.resume()
+    return {"status": "resumed"}
+
+
+async def sleep(server: FakeServer, request: Request) -> Any:
+    """Give the memory back."""
+    await server.engine.pause(release=True)
+    return {"status": "sleeping"}
+
+
+async def name_weights(server: FakeServer, request: Request) -> Any:
+    """Call the weights so; adapters that wait come into use."""
+    label = (await request.json())["new_version"]
+    if server.files.adapters:
+        await server.commit(label)
+    server.labels[max(server.labels)] = label
+    return {"success": True, "new_version": server.label}
+
+
+def says(tell: Callable[[FakeServer], Any]) -> Handler:
+    """Answers with what ``tell`` gives."""
+
+    async def handler(server: FakeServer, request: Request) -> Any:
+        return tell(server)
+
+    return handler
+
+
+def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, stop_ids: str) -> Sampling:
+    """Of a request."""
+    same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    bias = {int(token): value for token, value in (wanted.get("logit_bias") or {}).items()}
+    sampling = Sampling(
+        max_new_tokens=wanted[most],
+        stop_ids=tuple(wanted[stop_ids]),
+        logit_bias=bias,
+        seed=next(server.seeds),
+        **{name: wanted[name] for name in same if name in wanted},
+    )
+    if problem := sampling_problem(sampling, vocab_size=2**31 - 1):
+        raise RequestError(problem, remedy="correct it")  # before the stream begins
+    return sampling

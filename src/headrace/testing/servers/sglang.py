@@ -1,0 +1,113 @@
+"""The protocol of SGLang, as the source of 0.5.23 has it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.engine.base import TokenChunk
+from headrace.testing.servers.base import (
+    REASONS,
+    FakeServer,
+    Handler,
+    name_weights,
+    resume,
+    sampling_of,
+    says,
+    sleep,
+    stream,
+)
+from headrace.types.recorded import Routing
+
+VERSION = "0.5.23"
+
+
+async def generate(server: FakeServer, request: Request) -> Any:
+    """One answer, or the logprobs of given tokens."""
+    body = await request.json()
+    if not body.get("stream"):
+        return await _scores(server, body["input_ids"], body["top_logprobs_num"])
+    sampling = sampling_of(server, body["sampling_params"], most="max_new_tokens", stop_ids="stop_token_ids")
+    sampling = msgspec.structs.replace(sampling, record_routing=server.routing and body["return_routed_experts"])
+    return stream(_events(server, server.answer(body["input_ids"], sampling)))
+
+
+async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[dict[str, Any]]:
+    told: list[list[Any]] = []
+    routed: list[Routing | None] = []
+    async for chunk in chunks:
+        tokens = chunk.tokens
+        routed += [chunk.prompt_routing, tokens.routing]
+        told += [
+            [logprob, token, None]
+            for token, logprob in zip(tokens.ids_T.tolist(), tokens.logprobs_T.tolist(), strict=True)
+        ]
+        finish = None if chunk.stop_reason is None else {"type": REASONS[chunk.stop_reason]}
+        meta = {
+            "id": "1",
+            "finish_reason": finish,
+            "prompt_tokens": 1,
+            "completion_tokens": len(told),
+            "cached_tokens": 0,
+            "weight_version": server.label,
+            "output_token_logprobs": told,
+        }
+        if finish and (known := [part.experts_RLK for part in routed if part is not None]):
+            meta["routed_experts"] = base64.b64encode(np.concatenate(known).astype(np.int32).tobytes()).decode()
+        yield {"text": "", "output_ids": [one[1] for one in told], "meta_info": meta}
+
+
+async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
+    logprobs, rows = await server.scores(ids, top_k)
+    tops: list[list[list[Any]] | None] = [[[value, token, None] for token, value in row.items()] for row in rows]
+    meta = {
+        "input_token_logprobs": [[None if not at else logprobs[at], ids[at], None] for at in range(len(ids))],
+        "input_top_logprobs": [None, *tops[1:]],
+    }
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+async def _pause(server: FakeServer, request: Request) -> Any:
+    mode = (await request.json())["mode"]
+    if mode == "abort":
+        await server.abort()
+    else:
+        await server.engine.pause()
+    return {"message": "Generation paused successfully.", "status": "ok"}
+
+
+async def _load(server: FakeServer, request: Request) -> Any:
+    order = await request.json()
+    server.recompute = order["flush_cache"]
+    await server.load(Path(order["model_path"]) / "model.safetensors", order["weight_version"])
+    return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+
+def _info(server: FakeServer) -> dict[str, Any]:
+    return {"version": VERSION, "context_length": server.max_context}
+
+
+def _model(server: FakeServer) -> dict[str, Any]:
+    path = str(server.model_dir)
+    return {"model_path": path, "tokenizer_path": path, "weight_version": server.label, "is_generation": True}
+
+
+ROUTES: Mapping[tuple[str, str], Handler] = {
+    ("GET", "/health"): says(lambda server: Response()),
+    ("GET", "/server_info"): says(_info),
+    ("GET", "/model_info"): says(_model),
+    ("POST", "/generate"): generate,
+    ("POST", "/pause_generation"): _pause,
+    ("POST", "/continue_generation"): resume,
+    ("POST", "/release_memory_occupation"): sleep,
+    ("POST", "/resume_memory_occupation"): resume,
+    ("POST", "/update_weights_from_disk"): _load,
+    ("POST", "/update_weight_version"): name_weights,
+}

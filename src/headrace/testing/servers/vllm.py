@@ -1,0 +1,161 @@
+"""The protocol of vLLM, in the shapes that 0.32 was recorded to say (``tests/engine/recorded``)."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from headrace.engine.base import TokenChunk
+from headrace.errors import RequestError
+from headrace.testing.servers.base import (
+    REASONS,
+    FakeServer,
+    Handler,
+    name_weights,
+    resume,
+    sampling_of,
+    says,
+    sleep,
+    stream,
+)
+from headrace.types.recorded import Routing
+
+VERSION = "0.32.0"
+
+
+async def generate(server: FakeServer, request: Request) -> Any:
+    """One answer, or the logprobs of given tokens."""
+    body = await request.json()
+    wanted = body["sampling_params"]
+    if wanted.get("prompt_logprobs") is not None:
+        return await _scores(server, body["token_ids"], wanted["prompt_logprobs"])
+    sampling = sampling_of(server, wanted, most="max_tokens", stop_ids="stop_token_ids")
+    if server.masks and (sampling.temperature <= 0 or sampling.top_k <= 0):
+        raise RequestError("sampling distribution replay requires top_k > 0", remedy="give one")
+    sampling = msgspec.structs.replace(sampling, record_kept=server.masks, record_routing=server.routing)
+    chunks = server.answer(body["token_ids"], sampling, body.get("model", ""))
+    return stream(_events(server, chunks, certain=sampling.temperature == 0))
+
+
+async def _events(
+    server: FakeServer, chunks: AsyncIterator[TokenChunk], *, certain: bool
+) -> AsyncIterator[dict[str, Any]]:
+    versions: list[int] = []
+    routed: list[Routing | None] = []
+    async for chunk in chunks:
+        tokens = chunk.tokens
+        routed += [chunk.prompt_routing, tokens.routing]
+        versions += tokens.versions_T.tolist()
+        ended = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
+        logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # vLLM tells those of temperature 1
+        told = [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "rank": 1,
+                "top_logprobs": [{"token_id": token, "logprob": logprob, "rank": 1}],
+            }
+            for token, logprob in zip(tokens.ids_T.tolist(), logprobs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": ended,
+            "stop_reason": None,
+            "token_ids": tokens.ids_T.tolist(),
+            "routed_experts": _packed(routed) if ended and server.routing else None,
+            "sampling_mask": [span.tolist() for span in tokens.kept.spans()] if tokens.kept else None,
+            "weight_versions": _spans(server, versions) if ended else None,
+            "logprobs": {"content": told},
+        }
+        yield {"request_id": "generate-tokens-1", "usage": None, "output_mode": "tokens", "choices": [choice]}
+
+
+def _packed(parts: list[Routing | None]) -> str:
+    experts_NLK = np.concatenate([part.experts_RLK for part in parts if part is not None])
+    file = io.BytesIO()
+    np.save(file, experts_NLK)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    for at, version in enumerate(versions):
+        label = server.labels[version]
+        if not spans or spans[-1]["version"] != label:
+            spans.append({"version": label, "start": at, "end": at})
+        spans[-1]["end"] = at + 1
+    return spans
+
+
+async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
+    logprobs, rows = await server.scores(ids, top_k)
+    told: list[dict[str, Any] | None] = [None]
+    for at in range(1, len(ids)):
+        row = {**rows[at], ids[at]: logprobs[at]}
+        told.append({str(token): {"logprob": value, "rank": 1, "decoded_token": None} for token, value in row.items()})
+    return {"request_id": "generate-tokens-1", "choices": [], "prompt_logprobs": told}
+
+
+async def _pause(server: FakeServer, request: Request) -> Any:
+    server.recompute = request.query_params.get("clear_cache", "true") == "true"
+    if request.query_params.get("mode", "abort") == "abort":
+        await server.abort()
+    else:
+        await server.engine.pause()
+    return {"status": "paused"}
+
+
+async def _update(server: FakeServer, request: Request) -> Any:
+    server.files.path = Path((await request.json())["update_info"]["path"])
+    return {"message": "Weights updated"}
+
+
+async def _finish(server: FakeServer, request: Request) -> Any:
+    await server.load(server.files.path, (await request.json())["weight_version"])
+    return {"message": "Weight update finished"}
+
+
+async def _load_adapter(server: FakeServer, request: Request) -> Any:
+    order = await request.json()
+    server.files.adapters[order["lora_name"]] = Path(order["lora_path"])
+    return PlainTextResponse(f"Success: LoRA adapter '{order['lora_name']}' added successfully.")
+
+
+async def _inside(server: FakeServer, request: Request) -> Any:
+    order = await request.json()
+    if order["method"] == "take_adapter":
+        name, path = order["args"]
+        server.files.adapters[name] = Path(path)
+    return {"results": [None]}
+
+
+def _models(server: FakeServer) -> dict[str, Any]:
+    model = {"id": "m", "root": str(server.model_dir), "max_model_len": server.max_context}
+    return {"object": "list", "data": [model, *({"id": name} for name in server.files.adapters)]}
+
+
+ROUTES: Mapping[tuple[str, str], Handler] = {
+    ("GET", "/health"): says(lambda server: Response()),
+    ("GET", "/version"): says(lambda server: {"version": VERSION}),
+    ("GET", "/v1/models"): says(_models),
+    ("GET", "/weight_info"): says(lambda server: {"weight_version": server.label}),
+    ("POST", "/inference/v1/generate"): generate,
+    ("POST", "/pause"): _pause,
+    ("POST", "/resume"): resume,
+    ("POST", "/sleep"): sleep,
+    ("POST", "/wake_up"): resume,
+    ("POST", "/start_weight_update"): says(lambda server: {"message": "Weight update started"}),
+    ("POST", "/update_weights"): _update,
+    ("POST", "/finish_weight_update"): _finish,
+    ("POST", "/update_weight_version"): name_weights,
+    ("POST", "/v1/load_lora_adapter"): _load_adapter,
+    ("POST", "/collective_rpc"): _inside,
+}
