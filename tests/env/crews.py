@@ -98,7 +98,7 @@ async def crew(
     """Workers of ``entry`` in a file with this ``code``; they do not outlive the body. ``join``: where others may bring
     more."""
     (directory / "my_env.py").write_text(textwrap.dedent(code))
-    join = terms.pop("join", "")
+    joining = {name: terms.pop(name, "") for name in ("join", "join_password_env")}
     settled = EnvTerms(
         **{"num_workers": 1, "concurrency": 64, "block_s": 30.0, "start_timeout_s": 60.0, "scored": False, **terms}
     )
@@ -126,7 +126,7 @@ async def crew(
         pool = EnvPool(partial(start_worker, start), settled, warn=warnings.append)
         events: list[str] = []
         order: Any = SimpleNamespace(
-            launch=LaunchConfig(join=join, start_timeout_s=settled.start_timeout_s),
+            launch=LaunchConfig(**joining, start_timeout_s=settled.start_timeout_s),
             run_dir=directory,
             on_event=lambda event: events.append(event.text),
         )

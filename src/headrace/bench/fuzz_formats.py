@@ -46,6 +46,7 @@ MESSAGES = {
     "messages to a machine that has joined": node.Message,
     "knocks of machines that want to": node.Knock,
     "the answers": node.AtTheDoor,
+    "dials over a Redis server": node.Dial,
 }
 """What travels between processes, by whom it reaches."""
 MESSAGES_SHARE = 0.65

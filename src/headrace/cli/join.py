@@ -18,6 +18,12 @@ def join(
         show_default=False,
     ),
     wait: float = typer.Option(0.0, min=0.0, help="Seconds to wait for a run that takes this machine in."),
+    password_env: str = typer.Option(
+        "",
+        help="Environment variable that holds the password, where the way to the run is a Redis server; unset: the one "
+        "that the run names.",
+        show_default=False,
+    ),
 ) -> None:
     """Lend this machine to a run with launch.join: its environments run here too, until it ends or Ctrl-C.
 
@@ -26,4 +32,5 @@ def join(
     from headrace.launch.joining.node import Offer, join
 
     out = console()
-    join(invitation, Offer(workers=workers, entry=entry, wait_s=wait), lambda text: out.print(readable(text)))
+    offer = Offer(workers=workers, entry=entry, wait_s=wait, password_env=password_env)
+    join(invitation, offer, lambda text: out.print(readable(text)))

@@ -6,6 +6,8 @@ of its threads while its main thread waits for orders.
     between machines   TCP under CURVE (encrypted; both ends prove who they are). The controller binds, with a key made
                        for this one part: who has not been told the key is not even answered. A connection that breaks
                        is not made again, for what was on its way would be missing unnoticed: the part ends.
+    carried over       the same from socket to socket of a directory, where something else carries the bytes from one
+                       machine to the other (joining/relay.py).
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class PartChannel:
 
 class ControllerChannel:
     """The controller's end of the sockets of one part: in ``directory``, or, for a part on another machine, at
-    ``host``, an address of this machine that the other can reach."""
+    ``host``: an address of this machine that the other can reach, or a directory from which connections are carried to
+    it."""
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
         self._part = part
@@ -139,7 +142,7 @@ class ControllerChannel:
         except zmq.ZMQError as error:
             self.close()
             where, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
-            if host:
+            if host and not host.startswith("/"):
                 where, remedy = f"at {host}", "does that address belong to this machine?"
             raise RunError(f"the sockets of {part} cannot be made {where}: {error}", remedy=remedy) from None
 
@@ -189,12 +192,14 @@ class ControllerChannel:
 
     def _bound(self, host: str) -> Ends:
         key = guarded(self._orders, self._reports)
-        addresses: list[str] = []
-        for socket in (self._orders, self._reports):
-            socket.setsockopt(zmq.IPV6, int(":" in host))
-            socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-            addresses.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
-        return Ends(orders=addresses[0], reports=addresses[1], key=key)
+        anywhere = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        ends = ends_in(Path(host), self._part) if host.startswith("/") else Ends(orders=anywhere, reports=anywhere)
+        bound: list[str] = []
+        for socket, address in ((self._orders, ends.orders), (self._reports, ends.reports)):
+            socket.setsockopt(zmq.IPV6, int("[" in address))
+            socket.bind(address)
+            bound.append(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        return Ends(orders=bound[0], reports=bound[1], key=key)
 
     def _flush(self) -> None:
         while self._unsent:

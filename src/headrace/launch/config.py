@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.redis import refuse_password
 from headrace.errors import ConfigError
 from headrace.launch.joining.invitation import host_and_port
 
@@ -92,7 +94,11 @@ class LaunchConfig(Section):
     processors of one machine; a run that lends cannot be replayed bit for bit."""
     join: str = ""
     """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
-    ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
+    ``headrace join``. Or a Redis server that both reach, where they do not reach one another: ``redis://host:6379/0``,
+    ``rediss://...`` for TLS, ``unix:///path/of/socket``; without a password. Only with ``kind = "local"``, and an
+    environment that runs in workers."""
+    join_password_env: str = ""
+    """Environment variable that holds the password of that Redis server; unset: it wants none."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for a part to load its model and report; and, before that, for room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
@@ -107,6 +113,11 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _others_can_join(self) -> Self:
+        if self.join_password_env and not self.relayed:
+            raise ConfigError(
+                f"launch.join_password_env={self.join_password_env!r} is set, and launch.join={self.join!r} needs none",
+                remedy="set launch.join = 'redis://host:6379/0', or leave it out",
+            )
         if not self.join:
             return self
         if self.remote:
@@ -114,6 +125,9 @@ class LaunchConfig(Section):
                 f"launch.join={self.join!r}, and with launch.kind='ray' the cluster is what machines join",
                 remedy="leave launch.join out, and start Ray on those machines",
             )
+        if self.relayed:
+            self._refuse_server()
+            return self
         try:
             host, _ = host_and_port(self.join)
         except ConfigError as error:
@@ -128,6 +142,15 @@ class LaunchConfig(Section):
                 remedy="write the address by which the others reach this one, as in 10.0.0.5:7781",
             )
         return self
+
+    def _refuse_server(self) -> None:
+        refuse_password("launch.join", self.join, "launch.join_password_env")
+        parts = urlsplit(self.join)
+        if not (parts.path if parts.scheme == "unix" else parts.hostname and parts.scheme in ("redis", "rediss")):
+            raise ConfigError(
+                f"launch.join={self.join!r} is no Redis server",
+                remedy="write redis://host:6379/0, rediss://... for TLS, or unix:///path/of/socket",
+            )
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
@@ -156,6 +179,11 @@ class LaunchConfig(Section):
     def remote(self) -> bool:
         """Whether parts may run on other machines than the controller."""
         return self.kind == "ray"
+
+    @property
+    def relayed(self) -> bool:
+        """Whether machines that join come over a Redis server."""
+        return "://" in self.join
 
     def threads(self, role: Literal["engine", "learner"], count: int, num_cores: int) -> int:
         """Cores that each of ``count`` parts of that role computes with, on a machine with ``num_cores``.

@@ -10,6 +10,7 @@ from headrace.env import EnvConfig
 from headrace.launch.clients import EnvPool, EnvTerms
 from headrace.launch.clients.environment import Listening
 from headrace.launch.joining.invitation import host_and_port
+from headrace.launch.joining.relay import ENDPOINT, dialled_in
 from headrace.launch.order import Order
 from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, Keep
@@ -44,19 +45,25 @@ def environment_pool(processes: Processes) -> EnvPool | None:
             scored=bool(env.components),
         ),
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=_listening(order, processes.starter.home),
+        listening=_listening(order, processes),
     )
 
 
-def _listening(order: Order, home: str) -> Listening | None:
+def _listening(order: Order, processes: Processes) -> Listening | None:
     """How programs reach their episodes; ``None`` for environments that have none. Where some may be on other machines,
     that is at the address by which those reach this one."""
     if order.env.kind not in ("rollout", "program", "bridge"):
         return None
     from headrace.rollout.endpoint import At, Endpoint
 
-    env, joined = order.env, order.launch.join and host_and_port(order.launch.join)[0]
-    at = At(host=env.host or joined or home, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
+    env, launch = order.env, order.launch
+    joined = host_and_port(launch.join)[0] if launch.join and not launch.relayed else ""
+    at = At(
+        host=env.host or joined or processes.starter.home,
+        path=dialled_in(processes.site.directory) / ENDPOINT if launch.relayed else None,
+        tls_certificate=env.tls_certificate,
+        tls_key=env.tls_key,
+    )
     return lambda warn: Endpoint.listening(
         order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names, at=at
     )

@@ -226,7 +226,7 @@ class EnvPool:
         """One episode in one worker, and in the programs that it starts: nobody asks in its name afterwards."""
         if self._endpoint is None:
             return await self._in_worker(shift, order, episode)
-        async with self._endpoint.session(episode) as access:
+        async with self._endpoint.session(episode, shift.programs) as access:
             found = await self._in_worker(shift, msgspec.structs.replace(order, variables=access.variables), episode)
         if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:
             words = f"{found.problem} (a request of it had been refused: {access.last_refusal})"
@@ -317,7 +317,7 @@ class EnvPool:
     async def _begin(self, place: Place) -> Shift:
         """A new worker in that place. Raises :class:`~headrace.launch.clients.shift.Gone`."""
         crew = place.crew
-        shift = Shift(await crew.start_worker())
+        shift = Shift(await crew.start_worker(), crew.programs)
         assert crew.helpers is not None
         tending = self._tend(place, shift)
         try:

@@ -88,6 +88,8 @@ class Shift:
     """One worker, from its start to its end."""
 
     worker: Worker
+    programs: str = ""
+    """See :class:`Crew`."""
     visits: dict[int, Visit] = field(default_factory=dict)
     """Its episodes, by call."""
     served: bool = False
@@ -163,6 +165,8 @@ class Crew:
     start_worker: Callable[[], Awaitable[Worker]]
     """Raises :class:`Gone` once the machine is."""
     num_workers: int
+    programs: str = ""
+    """``HOST:PORT`` there, at which programs reach their episodes; empty: where the endpoint listens."""
     helpers: asyncio.TaskGroup | None = None
     """Its tasks, while it is kept: what goes wrong with it goes wrong there."""
     shifts: set[Shift] = field(default_factory=set)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
 
 import msgspec
@@ -23,6 +22,7 @@ import zmq.asyncio
 
 from headrace import __version__
 from headrace.clock import RealClock
+from headrace.config.redis import password_in
 from headrace.errors import ConfigError, HeadraceError
 from headrace.launch.channel import ControllerChannel, guarded
 from headrace.launch.child import Child, Site, Starter
@@ -30,8 +30,11 @@ from headrace.launch.clients import EnvPool
 from headrace.launch.clients.peer import Peer
 from headrace.launch.clients.shift import Crew
 from headrace.launch.far.keeper import Asked
+from headrace.launch.joining.files import open_files
 from headrace.launch.joining.guest import Guest, GuestPeer, Terms
 from headrace.launch.joining.invitation import INVITATION_FILE, Invitation, host_and_port, write_invitation
+from headrace.launch.joining.relay import DOOR, answering, dialled_in
+from headrace.launch.joining.streams import Streams
 from headrace.launch.order import Order
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import controller
@@ -53,8 +56,8 @@ MAX_WORKERS = 1024
 """Of one machine."""
 FILES = 16
 """Open files that a worker elsewhere takes here, and a machine: sockets, and what they need."""
-MOST_FILES = 1 << 16
-"""This process raises its limit of open files so far, where it may."""
+FILES_CARRIED = 4
+"""More of them, where connections are carried over a Redis server: each of its two has a socket here, and one there."""
 
 StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
@@ -67,7 +70,8 @@ async def opened_door(order: Order, site: Site) -> AsyncIterator[Door | None]:
         return
     door = Door(order, site)
     try:
-        yield door
+        async with door.carried():
+            yield door
     finally:
         door.close()
 
@@ -77,7 +81,6 @@ class Door:
 
     def __init__(self, order: Order, site: Site) -> None:
         self._order, self._site = order, site
-        self._host, _ = host_and_port(order.launch.join)
         self._clock = RealClock()
         self._opened_s = self._clock.now()
         self._codec = Codec(Knock)
@@ -85,14 +88,22 @@ class Door:
         self._num_guests = 0
         self._num_here = 0
         """Machines that have been let in and have not gone, and the workers that they offer."""
-        self._most_here = _open_files() // 2 // FILES
+        self._most_files = open_files()
+        launch = order.launch
+        self._sockets = dialled_in(site.directory) if launch.relayed else None
+        """Where those lie that others reach over a Redis server."""
+        self._relay = secrets.token_hex(8) if launch.relayed else ""
+        if self._sockets is not None:
+            self._sockets.mkdir(mode=0o700)
+        self._home = str(self._sockets or host_and_port(launch.join)[0])
+        """Where channels for others are made."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         key = guarded(self._socket, max_bytes=MAX_KNOCK)
-        self._socket.setsockopt(zmq.IPV6, int(":" in self._host))
+        self._socket.setsockopt(zmq.IPV6, int(":" in self._home))
         try:
-            self._socket.bind(f"tcp://{order.launch.join}")
+            self._socket.bind(f"ipc://{self._sockets / DOOR}" if self._sockets else f"tcp://{launch.join}")
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise ConfigError(
@@ -102,7 +113,19 @@ class Door:
         self._invitation = order.run_dir / INVITATION_FILE
         self._mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
         self._mark.touch()
-        write_invitation(self._invitation, Invitation(address=order.launch.join, key=key, token=self._token))
+        invitation = Invitation(
+            address=launch.join, key=key, token=self._token, relay=self._relay, password_env=launch.join_password_env
+        )
+        write_invitation(self._invitation, invitation)
+
+    def carried(self) -> AbstractAsyncContextManager[None]:
+        """While this is open, others reach the sockets that they need, where that goes over a Redis server."""
+        launch = self._order.launch
+        if self._sockets is None:
+            return nullcontext()
+        password = password_in("launch.join_password_env", launch.join_password_env)
+        streams = Streams(launch.join, self._relay, password, partial(self._tell, warning=True))
+        return answering(streams, self._sockets, self._most_files // 8)
 
     def close(self) -> None:
         """Let nobody in any more; who was here has been told."""
@@ -126,7 +149,7 @@ class Door:
                     Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token),
                 )
                 theirs = msgspec.structs.replace(start, entry=knock.entry or start.entry)
-                crew = Crew(partial(start_worker, theirs, guest), knock.workers)
+                crew = Crew(partial(start_worker, theirs, guest), knock.workers, knock.programs[:64])
                 self._num_here += 1 + knock.workers
                 visits.create_task(self._visit(guest, crew, pool))
 
@@ -157,10 +180,11 @@ class Door:
             )
         if not 1 <= knock.workers <= MAX_WORKERS:
             return Refused(problem=f"{knock.workers} workers", remedy=f"offer 1 to {MAX_WORKERS}")
-        if self._num_here + 1 + knock.workers > self._most_here:
+        most_here = self._most_files // 2 // (FILES + FILES_CARRIED if self._relay else FILES)
+        if self._num_here + 1 + knock.workers > most_here:
             return Refused(
                 problem=f"with its {knock.workers} workers the run would have more machines and workers elsewhere than "
-                f"the {self._most_here} for which it may open files",
+                f"the {most_here} for which it may open files",
                 remedy="offer fewer, or raise the limit (ulimit -n) of whoever starts the run",
             )
         return knock
@@ -168,11 +192,11 @@ class Door:
     def _guest(self, knock: Knock) -> Guest:
         name = f"node-{self._num_guests}"
         self._num_guests += 1
-        channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._host)
+        channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._home)
         peer = GuestPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
         asked = Asked(paths={}, run_dir=str(self._order.run_dir), mark=self._mark.name)
         address = knock.address[:64].encode("ascii", "replace").decode()
-        terms = Terms(home=self._host, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
+        terms = Terms(home=self._home, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
         return Guest(peer, channel, address, terms)
 
     async def _visit(self, guest: Guest, crew: Crew, pool: EnvPool) -> None:
@@ -233,14 +257,3 @@ async def _shows_itself(peer: Peer) -> bool:
 
 def _workers(crew: Crew) -> str:
     return f"{crew.num_workers} worker{'' if crew.num_workers == 1 else 's'}"
-
-
-def _open_files() -> int:
-    """How many this process may have, at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_FILES
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if most > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return max(most, soft)

@@ -67,7 +67,7 @@ class Terms:
     """On which workers are started on machines that have joined."""
 
     home: str
-    """The address of this machine, as those reach it."""
+    """The address of this machine, as those reach it; or the directory from which sockets are carried to them."""
     start_timeout_s: float
     asked: Asked
     """What each is asked before: without the paths."""

@@ -16,11 +16,15 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     """To one run, as long as it lives."""
 
     address: str
-    """``HOST:PORT``"""
+    """``HOST:PORT``, or that of a Redis server."""
     key: str
     """Of the door: without it nobody is even answered."""
     token: str
     """Proves that the bearer was invited."""
+    relay: str = ""
+    """Under which name the run is reached over that server."""
+    password_env: str = ""
+    """The environment variable that holds the server's password; empty: it wants none."""
 
 
 def write_invitation(path: Path, invitation: Invitation) -> None:
@@ -36,7 +40,8 @@ def read_invitation(path: Path) -> Invitation:
         path = path / INVITATION_FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Invitation)
-        host_and_port(found.address)
+        if not found.relay:
+            host_and_port(found.address)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",

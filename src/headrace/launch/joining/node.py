@@ -11,22 +11,28 @@ import contextlib
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 from headrace import __version__
 from headrace.clock import RealClock
-from headrace.errors import DataError, DeadlineError, RunError
+from headrace.environ import secret
+from headrace.errors import ConfigError, DataError, DeadlineError, RunError
 from headrace.launch.channel import Ends, PartChannel, admitted
-from headrace.launch.far.keeper import Begin, Keeper, family_of
+from headrace.launch.far.keeper import Begin, Keeper
+from headrace.launch.joining.files import open_files
 from headrace.launch.joining.invitation import Invitation, host_and_port, read_invitation
+from headrace.launch.joining.relay import DOOR, Way, dialling
+from headrace.launch.joining.streams import Streams, Unreached
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import node
 from headrace.types.messages.codec import Codec
@@ -53,6 +59,8 @@ class Offer:
     """Where it has the environment; empty: under the path that the run names."""
     wait_s: float = 0.0
     """How long it waits for a run that takes it in."""
+    password_env: str = ""
+    """Environment variable that holds the password of the Redis server; empty: the one that the run names."""
 
 
 class NobodyThere(DeadlineError):
@@ -66,51 +74,83 @@ def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
     Raises :class:`~headrace.errors.DataError` where there is no invitation, :class:`NobodyThere` where nobody answers;
     :class:`~headrace.errors.RunError` where the run refuses this machine, or the connection to it breaks.
     """
-    invitation, welcome = _let_in(path, offer, say)
-    asyncio.run(_serve(invitation, welcome, say))
+    asyncio.run(_join(path, offer, say))
 
 
-def _let_in(path: Path, offer: Offer, say: Callable[[str], None]) -> tuple[Invitation, Welcome]:
-    clock, nap = RealClock(), threading.Event()
-    until_s, told = clock.now() + offer.wait_s, False
+async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
+    clock, told = RealClock(), False
+    until_s = clock.now() + offer.wait_s
     while True:
         try:
             invitation = read_invitation(path)  # anew each time: a run that begins again writes another
-            return invitation, _knocked(invitation, offer)
+            async with _way(invitation, offer, say) as way:
+                await _serve(invitation, await _knocked(invitation, offer, way), way, say)
+            return
         except (NobodyThere, DataError) as error:
             if clock.now() + AGAIN_S > until_s:
                 raise
             if not told:
                 say(f"waiting for the run: {error.problem}")
                 told = True
-            nap.wait(AGAIN_S)
+        await asyncio.sleep(AGAIN_S)
 
 
-def _knocked(invitation: Invitation, offer: Offer) -> Welcome:
+class _Direct:
+    """To a run that this machine reaches over TCP: every address leads where it says."""
+
+    programs = ""
+
+    async def to(self, address: str) -> str:
+        return address
+
+
+@asynccontextmanager
+async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None]) -> AsyncIterator[_Direct | Way]:
+    if not invitation.relay:
+        yield _Direct()
+        return
+    open_files()
+    variable = offer.password_env or invitation.password_env
+    if variable and not secret(variable):
+        raise ConfigError(
+            f"the password of the Redis server is to be in {variable}, and that environment variable is not set",
+            remedy=f"export {variable}=..., or name another: --password-env",
+        )
+    streams = Streams(invitation.address, invitation.relay, secret(variable) or None, say)
+    try:
+        async with dialling(streams) as way:
+            yield way
+    except Unreached as error:
+        raise NobodyThere(error.problem, remedy=error.remedy) from None
+
+
+async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | Way) -> Welcome:
     knock = Knock(
         token=invitation.token,
         headrace=__version__,
         address=_own_address(invitation),
         workers=offer.workers,
         entry=_found_from_anywhere(offer.entry),
+        programs=way.programs,
     )
     codec = Codec(AtTheDoor)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+    address = await way.to(DOOR if invitation.relay else f"tcp://{invitation.address}")
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
         try:
-            admitted(line, invitation.address, invitation.key)
+            admitted(line, address, invitation.key)
         except zmq.ZMQError:
             raise DataError("the key in the invitation is none", remedy="copy the whole file again") from None
-        line.connect(f"tcp://{invitation.address}")
-        line.send(codec.encode(knock))
-        if not line.poll(int(ANSWER_S * 1000)):
+        line.connect(address)
+        await line.send(codec.encode(knock))
+        if not await line.poll(int(ANSWER_S * 1000)):
             raise NobodyThere(
                 f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run takes others in there, or not "
                 "whoever has this invitation",
                 remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
             )
-        answer = _understood(codec, line.recv())
+        answer = _understood(codec, await line.recv())
     if isinstance(answer, Refused):
         raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
     assert isinstance(answer, Welcome)
@@ -134,27 +174,34 @@ def _found_from_anywhere(entry: str) -> str:
 
 def _own_address(invitation: Invitation) -> str:
     """Of this machine, on the way to the run."""
-    host, port = host_and_port(invitation.address)
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as way:
-        try:
-            way.connect((host, port))  # of a datagram: nothing is sent
-        except (OSError, UnicodeError) as error:  # the latter: that is no name of a machine
-            raise NobodyThere(
-                f"no way leads from this machine to {invitation.address}: {error}",
-                remedy="is launch.join an address by which this machine reaches that one?",
-            ) from None
-        return str(way.getsockname()[0])
+    server = urlsplit(invitation.address)
+    if server.scheme == "unix":
+        return "127.0.0.1"
+    host, port = (server.hostname, server.port or 6379) if invitation.relay else host_and_port(invitation.address)
+    try:
+        (family, _, _, _, there), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(there)  # of a datagram: nothing is sent
+            return str(way.getsockname()[0])
+    except (OSError, UnicodeError) as error:  # the latter: that is no name of a machine
+        raise NobodyThere(
+            f"no way leads from this machine to {invitation.address}: {error}",
+            remedy="is launch.join an address by which this machine reaches that one?",
+        ) from None
 
 
-async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
+async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, say: Callable[[str], None]) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
-    ends = Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key)
-    channel = PartChannel(ends, node.Message, on_broken=partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN))
+    ends = await _led(Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key), way)
+    on_broken = partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN)
+    channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
         async with asyncio.TaskGroup() as tasks:
-            desk = _Desk(channel=channel, address=_own_address(invitation), ended=ended, say=say, tasks=tasks)
+            desk = _Desk(
+                channel=channel, address=_own_address(invitation), way=way, ended=ended, say=say, tasks=tasks
+            )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, desk.leave)
             desk.tell(Ready(token=welcome.token, pid=os.getpid(), facts={}))
@@ -166,8 +213,13 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
             await desk.drop_all()
         ended.result()
     finally:
-        channel.close()
+        await asyncio.to_thread(channel.close)  # what was said last may be carried meanwhile
         ears.shutdown()
+
+
+async def _led(ends: Ends, way: _Direct | Way) -> Ends:
+    """Where they are reached from this machine."""
+    return msgspec.structs.replace(ends, orders=await way.to(ends.orders), reports=await way.to(ends.reports))
 
 
 async def _hear(desk: _Desk, ears: ThreadPoolExecutor) -> None:
@@ -206,6 +258,7 @@ class _Desk:
 
     channel: PartChannel
     address: str
+    way: _Direct | Way
     ended: asyncio.Future[None]
     say: Callable[[str], None]
     tasks: asyncio.TaskGroup
@@ -256,7 +309,7 @@ class _Desk:
                 case "look":
                     answer = keeper.look(order.asked)
                 case "begin":
-                    answer = await keeper.begin(_only_environments(order.asked))
+                    answer = await keeper.begin(await self._led(order.asked))
                 case "computed_s":
                     answer = await keeper.computed_s()
                 case "ended":
@@ -267,6 +320,15 @@ class _Desk:
             self.tell(Failure(call=order.call, kind="RunError", problem=str(error), remedy="look at that machine"))
         else:
             self.tell(Done(call=order.call, answer=answer))
+
+    async def _led(self, asked: bytes) -> bytes:
+        """An order to begin, of an environment and nothing else, with the ends where they are reached from here."""
+        begin = msgspec.json.decode(asked, type=Begin)
+        if not isinstance(begin.briefing.start, EnvironmentStart):
+            what = type(begin.briefing.start).__name__
+            raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
+        briefing = msgspec.structs.replace(begin.briefing, ends=await _led(begin.briefing.ends, self.way))
+        return msgspec.json.encode(msgspec.structs.replace(begin, briefing=briefing))
 
     async def _drop(self, number: int) -> None:
         keeper = self.keepers.get(number)
@@ -279,11 +341,3 @@ class _Desk:
     def _forget(self, number: int) -> None:
         self.watched.discard(number)
         self.keepers.pop(number, None)
-
-
-def _only_environments(asked: bytes) -> bytes:
-    """Nothing else is started here."""
-    start = msgspec.json.decode(asked, type=Begin).briefing.start
-    if not isinstance(start, EnvironmentStart):
-        raise RunError(f"the run wants to start {type(start).__name__} here", remedy="only environments run here")
-    return asked

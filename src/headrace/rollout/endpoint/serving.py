@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 
@@ -39,6 +40,8 @@ class At:
     """Its key."""
     limits: Limits = field(default_factory=Limits)
     """What it takes."""
+    path: Path | None = None
+    """Of a socket at which it listens too."""
 
 
 _HERE = At()
@@ -76,7 +79,7 @@ class Endpoint:
         desk = Desk(
             sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
         )  # fmt: skip
-        with _bound(at.host) as listening:
+        with _bound(at.host) as listening, _bound_to(at.path) as more:
             server = _Server(
                 uvicorn.Config(
                     make_app(desk),
@@ -95,13 +98,15 @@ class Endpoint:
             )
             host, port = listening.getsockname()[:2]
             scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
-            async with _beside(server, listening):
+            async with _beside(server, [listening, *more]):
                 yield cls(f"{scheme}://{host}:{port}", sessions)
 
-    def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
-        """A way into ``episode`` for the body's duration. Afterwards its key is refused and none of its requests runs,
-        so that the episode is complete; what went wrong in it that no program could mend is raised."""
-        return self._sessions.open(episode, self.base_url)
+    def session(self, episode: OpenEpisode, at: str = "") -> AbstractAsyncContextManager[Access]:
+        """A way into ``episode`` for the body's duration; ``at``: a ``HOST:PORT`` elsewhere that leads here. Afterwards
+        its key is refused and none of its requests runs, so that the episode is complete; what went wrong in it that
+        no program could mend is raised."""
+        scheme, _, here = self.base_url.partition("://")
+        return self._sessions.open(episode, f"{scheme}://{at or here}")
 
 
 class _Wishes:
@@ -131,11 +136,11 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _beside(server: _Server, listening: socket.socket) -> AsyncIterator[None]:
+async def _beside(server: _Server, listening: list[socket.socket]) -> AsyncIterator[None]:
     """``server`` serves while the body runs, and has let go of every connection when this returns."""
     try:
         async with asyncio.TaskGroup() as group:
-            serving = group.create_task(server.serve(sockets=[listening]))
+            serving = group.create_task(server.serve(sockets=listening))
             try:
                 yield
             finally:
@@ -173,3 +178,13 @@ def _bound(host: str) -> Iterator[socket.socket]:
         ) from None
     with contextlib.closing(listening):
         yield listening
+
+
+@contextmanager
+def _bound_to(path: Path | None) -> Iterator[list[socket.socket]]:
+    if path is None:
+        yield []
+        return
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        yield [listening]

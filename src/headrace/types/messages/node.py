@@ -20,6 +20,17 @@ class Knock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Processes that it has room for."""
     entry: str = ""
     """Where it has the environment; empty: under the path that the run names."""
+    programs: str = ""
+    """``HOST:PORT`` there, at which programs reach their episodes; empty: where the run is reached."""
+
+
+class Dial(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A connection is opened, that is carried over a Redis server."""
+
+    to: str
+    """The name of a socket of the run."""
+    number: int
+    """Of the connection, drawn by who dials: its streams are named by it."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
