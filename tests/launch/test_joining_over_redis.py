@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -197,6 +198,25 @@ def test_a_password_stands_in_a_variable_and_nowhere_else(tmp_path: Path, monkey
 
     with redis_server(appendonly="no", requirepass=PASSWORD) as server:
         asyncio.run(main(server))
+
+
+def test_a_user_of_the_server_needs_no_more_than_the_page_says(
+    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "joining.md").read_text()
+    found = re.search(r"`(~headrace:join:[^`]+)`", page)
+    assert found is not None
+    redis.client().execute_command("ACL", "SETUSER", "me", "on", f">{PASSWORD}", *found[1].split())
+    monkeypatch.setenv("RELAY_PASSWORD", PASSWORD)
+
+    async def main() -> None:
+        url = redis.url.replace("unix://", "unix://me@")
+        terms = {"join": url, "join_password_env": "RELAY_PASSWORD", "num_workers": 0}
+        async with crew(tmp_path, PLACES, "rollout", keep=KEEP, **terms) as at, visiting(at):
+            assert await goes_on(at)
+        assert redis.client().execute_command("ACL", "LOG") == []
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

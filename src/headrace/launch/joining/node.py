@@ -194,7 +194,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, s
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
-    ends = await _led(Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key), way)
+    ends = await _ends_here(Ends(orders=welcome.orders, reports=welcome.reports, key=welcome.key), way)
     on_broken = partial(loop.call_soon_threadsafe, _give_up, ended, _BROKEN)
     channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
@@ -217,7 +217,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, s
         ears.shutdown()
 
 
-async def _led(ends: Ends, way: _Direct | Way) -> Ends:
+async def _ends_here(ends: Ends, way: _Direct | Way) -> Ends:
     """Where they are reached from this machine."""
     return msgspec.structs.replace(ends, orders=await way.to(ends.orders), reports=await way.to(ends.reports))
 
@@ -309,7 +309,7 @@ class _Desk:
                 case "look":
                     answer = keeper.look(order.asked)
                 case "begin":
-                    answer = await keeper.begin(await self._led(order.asked))
+                    answer = await keeper.begin(await self._to_begin(order.asked))
                 case "computed_s":
                     answer = await keeper.computed_s()
                 case "ended":
@@ -321,13 +321,13 @@ class _Desk:
         else:
             self.tell(Done(call=order.call, answer=answer))
 
-    async def _led(self, asked: bytes) -> bytes:
+    async def _to_begin(self, asked: bytes) -> bytes:
         """An order to begin, of an environment and nothing else, with the ends where they are reached from here."""
         begin = msgspec.json.decode(asked, type=Begin)
         if not isinstance(begin.briefing.start, EnvironmentStart):
             what = type(begin.briefing.start).__name__
             raise RunError(f"the run wants to start {what} here", remedy="only environments run here")
-        briefing = msgspec.structs.replace(begin.briefing, ends=await _led(begin.briefing.ends, self.way))
+        briefing = msgspec.structs.replace(begin.briefing, ends=await _ends_here(begin.briefing.ends, self.way))
         return msgspec.json.encode(msgspec.structs.replace(begin, briefing=briefing))
 
     async def _drop(self, number: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RunError
-from headrace.launch.joining.streams import AGAIN_S, Local, Streams
+from headrace.launch.joining.streams import AGAIN_S, ENTRY_BYTES, Local, Streams
 from headrace.launch.leases import Lease
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.node import Dial
@@ -81,7 +81,9 @@ class Way:
 
     async def open(self) -> None:
         """For programs of this machine."""
-        server = await asyncio.start_server(lambda *local: self._carry(ENDPOINT, local), "127.0.0.1", 0)
+        server = await asyncio.start_server(
+            lambda *local: self._carry(ENDPOINT, local), "127.0.0.1", 0, limit=ENTRY_BYTES
+        )
         self._servers.add(server)
         self.programs = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -97,7 +99,7 @@ class Way:
             self._carry(name, local)
 
         try:
-            server = await asyncio.start_unix_server(come, path)
+            server = await asyncio.start_unix_server(come, path, limit=ENTRY_BYTES)
         except OSError as error:
             raise RunError(
                 f"a socket cannot be made at {path}: {error}",
@@ -165,7 +167,7 @@ class _Answers:
             streams.trouble(f"{self._most} connections are carried, and there are files for no more (ulimit -n)")
         elif dial.to in os.listdir(self._directory):
             with suppress(OSError):  # it has just been closed
-                local = await asyncio.open_unix_connection(self._directory / dial.to)
+                local = await asyncio.open_unix_connection(self._directory / dial.to, limit=ENTRY_BYTES)
         if local is None:
             await streams.end(outward, inward)
         else:

@@ -21,9 +21,9 @@ from headrace.errors import ConfigError, DeadlineError
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.node import Dial
 
-ENTRY_BYTES = 1 << 16
-"""Of one entry, at most."""
-AHEAD = 32
+ENTRY_BYTES = 1 << 18
+"""Of one entry, at most. One is on its way at a time."""
+AHEAD = 8
 """Entries of one stream that wait to be read, at most: 2 MiB."""
 UNREAD_S = 60.0
 """A connection of which nothing is taken for so long is ended."""
