@@ -62,10 +62,9 @@ def started(directory: Path, **options: str) -> RedisServer:
 @contextmanager
 def redis_server(**options: str) -> Iterator[RedisServer]:
     """One that does not outlive the body."""
-    directory = Path(tempfile.mkdtemp(prefix="hr-"))  # a socket's path is short
-    server = started(directory, **options)
-    try:
-        yield server
-    finally:
-        server.kill()
-        shutil.rmtree(directory)
+    with tempfile.TemporaryDirectory(prefix="hr-") as directory:  # a socket's path is short
+        server = started(Path(directory), **options)
+        try:
+            yield server
+        finally:
+            server.kill()
