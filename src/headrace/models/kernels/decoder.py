@@ -29,15 +29,32 @@ _PARTS = {
     "post_attention_layernorm": FusedNorm,
     "mlp": FusedGated,
 }
+_GAP = 16
+"""As in kernels.cpp."""
 _PROBE = (2, 15)
 """New tokens of the two rows of the probe; the second reaches into its second block when it goes on."""
+
+
+class Room:
+    """What the layers of a model write on their way, one after the other: memory that is asked for anew each time is
+    cleared by the system each time."""
+
+    def __init__(self) -> None:
+        self._numbers = torch.empty(0)
+
+    def of(self, count: int) -> Tensor:
+        """At least so many numbers, of any value."""
+        if len(self._numbers) < count:
+            self._numbers = torch.empty(count)
+        return self._numbers
 
 
 class FusedDecoder(Fused):
     """One call for the whole layer."""
 
-    def __init__(self, module: nn.Module, ops: Kernels) -> None:
+    def __init__(self, module: nn.Module, ops: Kernels, room: Room) -> None:
         super().__init__(module, ops)
+        self._room = room
         self._before, self._attention, self._after, self._mlp = (
             getattr(module, name).__dict__["forward"] for name in _PARTS
         )
@@ -48,7 +65,7 @@ class FusedDecoder(Fused):
         self._heads = self._attention.sizes[0][0]
         queries, keys, values = ((heads, size) for heads, size in self._attention.sizes)
         mixed = queries[0] * values[1]
-        inner = 2 * parts[4].out_features
+        inner = 2 * (parts[4].out_features + _GAP)
         self._hidden = parts[0].in_features
         self._scratch = self._hidden + sum(h * size for h, size in (queries, keys, values)) + mixed + inner
 
@@ -61,7 +78,7 @@ class FusedDecoder(Fused):
             return self.original(hidden_states, *args, **kwargs)
         x = hidden_states.contiguous()
         tokens = x.numel() // self._hidden
-        y, scratch = torch.empty_like(x), torch.empty(tokens, self._scratch)
+        y, scratch = torch.empty_like(x), self._room.of(tokens * self._scratch)
         step = Step(
             *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn_of((turn[0][0], turn[1][0]))),
             *(tokens, self._hidden),
@@ -88,9 +105,9 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     if not layers:
         return {}
     with torch.inference_mode():
-        wanted = _decoded(model, ops)
+        wanted, room = _decoded(model, ops), Room()
         for module in layers:
-            module.forward = FusedDecoder(module, ops)
+            module.forward = FusedDecoder(module, ops, room)
         try:
             same = torch.equal(_decoded(model, ops), wanted)
         except Exception:  # noqa: BLE001 - a foreign layer may be called in any way

@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "paged.h"
 
+enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
 
 struct Decoder {  // the parts of a decoder layer; of the products only w, bias and N are given
@@ -10,7 +11,7 @@ struct Decoder {  // the parts of a decoder layer; of the products only w, bias 
 };
 struct Step {
   const float* x;        // [M, q.K]
-  float *y, *scratch;    // y as x; scratch: M · scratch_size numbers
+  float *y, *scratch;    // y as x; scratch: M · scratch_size numbers (decoder.py)
   Turn turn;
   long M, hidden;
 };
@@ -66,7 +67,7 @@ void hr_decoder(const Step* step, const Decoder* given, const Pass* pass, const 
   const Tensor3 query{qkv, width, E}, key{qkv + H * E, width, E}, value{key.at + K * E, width, V};
   d.q.y = query.at, d.k.y = key.at, d.v.y = value.at, d.q.ldy = d.k.ldy = d.v.ldy = width;
   d.out.add = step->x, d.down.add = step->y, d.out.y = d.down.y = step->y, d.out.ldy = d.down.ldy = D;
-  d.gate.y = inner, d.up.y = inner + M * d.gate.N, d.gate.ldy = d.up.ldy = d.gate.N;
+  d.gate.ldy = d.up.ldy = d.gate.N + GAP, d.gate.y = inner, d.up.y = inner + M * d.gate.ldy;
   auto normalise = [&](Member& me, const float* from, const Norm& norm) {
     tokens(me, M, [&](long m) { normed(from + m * D, norm, x + m * D, D); });
   };
