@@ -149,12 +149,12 @@ def test_reader_who_was_told_another_version_is_told_again() -> None:
     assert again.logprobs_T.tolist() == [-1.0, -2.0]
 
 
-@pytest.mark.parametrize("spans", [[Span(version="0", start=0, end=3)], [Span(version="default", start=0, end=2)]])
-def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(spans: list[Span]) -> None:
+@pytest.mark.parametrize(("version", "end"), [("0", 3), ("default", 2), ("1", 2), ("-1", 2), ("99999999999", 2)])
+def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(version: str, end: int) -> None:
     odd = answer()
     odd.take(Part(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
-    with pytest.raises(ValueError, match=r"versions of|invalid literal"):
-        odd.certify(spans)
+    with pytest.raises(ValueError, match=r"versions (of|from)|invalid literal"):
+        odd.certify([Span(version=version, start=0, end=end)])
 
 
 # -- who is there ---------------------------------------------------------------------------------------------------
@@ -234,6 +234,27 @@ def test_server_without_routes_for_weights_is_refused(model: Path, tmp_path: Pat
     answers = {"/health": "{}", "/version": '{"version": "0.32.0"}', "/v1/models": json.dumps(RECORDED["models"])}
     with plain_server(answers) as url:
         assert "VLLM_SERVER_DEV_MODE=1" in refused(model, tmp_path, url)
+
+
+@pytest.mark.parametrize(
+    ("record", "flag"),
+    [("record_kept", "--return-sampling-mask"), ("record_routing", "--enable-return-routed-experts")],
+)
+def test_server_that_tells_no_records_ends_the_engine_with_how_to_start_it(
+    record: str, flag: str, tmp_path: Path
+) -> None:
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    path = make_tiny(tmp_path / "m", TinySpec(vocab="0123456789", kind="qwen3_moe", extra=extra))
+    with (
+        fake_server("vllm", wanted(path)) as (url, _),
+        served_rig("vllm", ServerConfig(urls=(url,)), wanted(path, **{record: True}), tmp_path) as rig,
+    ):
+        rig.publish(Interrupt.INFLIGHT)
+        number = rig.ask([3, 4], max_new_tokens=4, top_k=3, **{record: True})
+        with pytest.raises(ComponentDied) as told:
+            rig.finish(number)
+    assert f"vLLM at {url} tells no" in told.value.problem
+    assert flag in told.value.remedy
 
 
 def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path: Path) -> None:

@@ -92,14 +92,14 @@ def test_experts_that_cannot_be_are_not_believed(experts: Any, count: int, route
         routes.of(experts, count)
 
 
-@pytest.mark.parametrize("kept", [None, [[4]], [[4, 9], [6]], [[9, 4], [5]], [[4, 4], [5]], [[], [5]]])
+@pytest.mark.parametrize("kept", [[[4]], [[4, 9], [6]], [[9, 4], [5]], [[4, 4], [5]], [[], [5]], [[4, 10], [5]]])
 def test_kept_sets_that_tokens_cannot_come_from_are_not_believed(kept: Any) -> None:
     with pytest.raises(ValueError, match="kept-set"):
-        refuse_kept(kept, [4, 5])
+        refuse_kept(kept, [4, 5], 10)
 
 
 def test_kept_sets_that_can_be_are_taken() -> None:
-    refuse_kept([[4, 9], [5]], [4, 5])
+    refuse_kept([[4, 9], [5]], [4, 5], 10)
 
 
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: base64.b64encode(data).decode()))
@@ -120,6 +120,13 @@ def test_shape_larger_than_the_file_takes_no_memory_and_objects_are_not_read() -
         unpacked(headed((2**40, 2**10), "|u1"))
     with pytest.raises(ValueError, match="dtype object"):
         unpacked(headed((0,), "|O"))
+
+
+def test_header_that_would_take_its_parser_down_is_not_parsed() -> None:
+    header = b"-" * 9000 + b"1"
+    deep = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    with pytest.raises(ValueError, match="large"):
+        unpacked(base64.b64encode(deep).decode())
 
 
 def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_last_token(routes: Routes) -> None:

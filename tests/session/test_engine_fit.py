@@ -6,6 +6,7 @@ import pytest
 
 from headrace.config import validate
 from headrace.engine.fleet import FleetConfig
+from headrace.engine.vllm.command import LORA_RANKS
 from headrace.errors import ConfigError
 from headrace.models.devices import Devices
 from headrace.policy import PolicyConfig
@@ -32,6 +33,7 @@ def told(kind: str, *settings: str) -> str:
         ("vllm", ["model.deterministic=true"], "model.deterministic"),
         ("vllm", ["model.lora.use_dora=true"], "model.lora.use_dora"),
         ("vllm", ["model.lora.experts=true"], "model.lora.use_dora or experts"),
+        ("vllm", ["model.lora.rank=513"], "set it to 512 or less"),
         ("vllm", ["observe.record_entropy=true"], "entropies"),
         ("vllm", ['engine.server.urls=["http://a"]', "engine.count=2"], "1 servers for engine.count=2"),
         ("vllm", ["engine.cache_tokens=99"], "engine.cache_tokens=99 is of engine.kind='native'"),
@@ -53,6 +55,7 @@ def test_what_the_engine_lacks_is_refused_at_load(kind: str, settings: list[str]
 def test_what_the_engine_has_is_taken() -> None:
     config = load_config({"model": {"path": "m"}}, [*WAITS, "engine.top_p=0.9", "learner.keep_sampling_mask=false"])
     assert config.engine.can.truncates
+    assert load_config({"model": {"path": "m"}}, [*WAITS, f"model.lora.rank={LORA_RANKS[-1]}"]).model.lora
 
 
 def test_servers_give_no_memory_back_on_the_processor_that_a_run_ends_up_on() -> None:

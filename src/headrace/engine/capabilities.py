@@ -26,6 +26,8 @@ class Capabilities:
     """The tokens of a mixture of experts come with their experts."""
     adapters: bool
     """It takes adapters alone from a learner (LoRA), several where several agents train one."""
+    max_rank: int | None
+    """Of adapters; ``None``: any."""
     any_adapters: bool
     """Those with norms of their own (DoRA) too, and of experts."""
     entropies: bool
@@ -58,6 +60,7 @@ _SERVED = Capabilities(
     kept_sets=False,
     routing=False,
     adapters=False,
+    max_rank=None,
     any_adapters=False,
     entropies=False,
     scores=True,
@@ -77,6 +80,7 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         kept_sets=True,
         routing=True,
         adapters=True,
+        max_rank=None,
         any_adapters=True,
         entropies=True,
         scores=True,
@@ -98,6 +102,7 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         kept_sets=True,
         routing=True,
         adapters=True,
+        max_rank=512,
     ),
     "sglang": replace(_SERVED, interrupts=_BY_ABORT | {Interrupt.SLEEP}, routing=True, releases=True),
 }

@@ -27,6 +27,10 @@ def refuse_incapable(config: RunConfig) -> None:
     asked = {
         "model.deterministic=true": (config.model.deterministic and not can.deterministic, "leave it out"),
         "model.lora, whose adapters alone travel": (lora is not None and not can.adapters, "leave it out"),
+        f"room for model.lora.rank={lora.rank if lora else 0}": (
+            lora is not None and can.max_rank is not None and lora.rank > can.max_rank,
+            f"set it to {can.max_rank} or less",
+        ),
         "model.lora.use_dora or experts": (
             lora is not None and (lora.use_dora or lora.experts) and not can.any_adapters,
             "leave them out",

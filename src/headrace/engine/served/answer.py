@@ -110,12 +110,14 @@ class Answer:
     def certify(self, spans: Sequence[Span]) -> None:
         """The server's word on the versions of the present stream is the last: tokens are stamped as they arrive, and
         one may have been on its way while the version changed. What its reader has been told otherwise, it is told
-        again. ``ValueError`` for spans that are not those of this stream."""
+        again. ``ValueError`` for spans that are not those of this stream, or of versions that were not in use yet."""
         told = self.versions[self.stream_begin :]
         counts = [max(0, span.end - span.start) for span in spans]
         if sum(counts) != len(told):
             raise ValueError(f"versions of {sum(counts)} tokens for {len(told)}")
         right = [int(span.version) for span, count in zip(spans, counts, strict=True) for _ in range(count)]
+        if any(not 0 <= one <= newest for one, newest in zip(right, told, strict=True)):
+            raise ValueError(f"versions from {min(right)} to {max(right)}, and {max(told)} is in use")
         if right == told:
             return
         first = self.stream_begin + next(at for at, (a, b) in enumerate(zip(right, told, strict=True)) if a != b)

@@ -18,6 +18,9 @@ import numpy.typing as npt
 from headrace.models.routing import RoutedModel
 from headrace.types.recorded import Experts
 
+HEADER_BYTES = 1024
+"""Of a file of numpy's, at most: it is parsed, and a deep one would take its parser down."""
+
 
 class Routes:
     """Of one mixture of experts, of ``num_layers`` layers with and without them."""
@@ -41,13 +44,15 @@ class Routes:
         return experts_NLK
 
 
-def refuse_kept(kept: Sequence[Sequence[int]] | None, ids: Sequence[int]) -> None:
+def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: int) -> None:
     """``ValueError`` for sets that tokens ``ids`` cannot have been drawn from."""
-    if kept is None or len(kept) != len(ids):
-        raise ValueError(f"{'no' if kept is None else len(kept)} kept-sets for {len(ids)} tokens")
+    if len(kept) != len(ids):
+        raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
         if token not in span or any(a >= b for a, b in itertools.pairwise(span)):
             raise ValueError(f"token {token} with a kept-set of {len(span)} that it is not in, or that is out of order")
+        if span[-1] >= vocab_size:
+            raise ValueError(f"a kept-set with {span[-1]}, outside the vocabulary of {vocab_size}")
 
 
 def numbers(text: str) -> npt.NDArray[np.int32]:
@@ -67,7 +72,7 @@ def unpacked(text: str) -> npt.NDArray[Any]:
     file = io.BytesIO(base64.b64decode(text, validate=True))
     if np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array in a format that is not known")
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=HEADER_BYTES)
     left = file.read()
     if fortran or dtype.kind not in "ui" or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(left):
         raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(left)} bytes")

@@ -85,6 +85,13 @@ class Server:
                 self._ended() or f"{self.dialect.name} at {self.address} {words}", remedy="look at its log"
             )
 
+    def silent(self, what: str) -> ComponentDied:
+        """It does not tell ``what`` it has to: no answer of it can be used."""
+        return ComponentDied(
+            f"{self.dialect.name} at {self.address} tells no {what} of its tokens",
+            remedy=f"start it so: {self._command}",
+        )
+
     def close(self) -> None:
         """End what we have started."""
         if self._process is None:

@@ -320,7 +320,9 @@ class Streams:
         if len(answer.ids) + len(part.ids) > sampling.max_new_tokens:
             raise ValueError(f"more than {sampling.max_new_tokens} tokens")
         if sampling.record_kept and part.ids:
-            refuse_kept(part.kept, part.ids)
+            if part.kept is None:
+                raise self._server.silent("kept-sets")
+            refuse_kept(part.kept, part.ids, self._terms.vocab_size)
         first = answer.stream_begin == len(answer.ids)
         answer.take(part, self._version)
         self._heard_s = self._clock.now()
@@ -336,7 +338,7 @@ class Streams:
     def _experts(self, answer: Answer, part: Part) -> Experts:
         assert self._terms.routes is not None
         if part.experts is None:
-            raise ValueError("no experts came with the end of an answer")
+            raise self._server.silent("experts")
         return self._terms.routes.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
