@@ -118,7 +118,9 @@ static void products(Member& me, const Input& in, const Part* parts, long num_pa
 
 template <class F>  // a row by vectors; the last one may be shorter
 INLINE void by_vectors(long n, F&& f) {
-  for (long i = 0; i < n; i += LANES) f(i, std::min<long>(LANES, n - i));
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, (long)LANES);  // whole ones, and the compiler knows
+  if (i < n) f(i, n - i);
 }
 
 template <class F>  // f(m) for every token
