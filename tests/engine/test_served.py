@@ -34,7 +34,10 @@ from headrace.engine.sglang.dialect import SglangDialect
 from headrace.engine.vllm.command import command
 from headrace.engine.vllm.dialect import VllmDialect
 from headrace.errors import ComponentDied, ConfigError
+from headrace.models import ModelConfig, load_model
+from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
+from headrace.models.weights import weight_tensors
 from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, served_rig
 from headrace.testing.servers import fake_server, vllm
 from headrace.types.messages.engine import GenerateRequest
@@ -234,6 +237,21 @@ def test_server_without_routes_for_weights_is_refused(model: Path, tmp_path: Pat
     answers = {"/health": "{}", "/version": '{"version": "0.32.0"}', "/v1/models": json.dumps(RECORDED["models"])}
     with plain_server(answers) as url:
         assert "VLLM_SERVER_DEV_MODE=1" in refused(model, tmp_path, url)
+
+
+def test_adapters_that_are_never_trained_reach_the_server_before_the_first_answer(model: Path, tmp_path: Path) -> None:
+    settled = wanted(model, lora=LoraConfig(rank=4))
+    config = {**SETTINGS, "kind": "vllm"}
+    handover = Handover(tmp_path, Form(settled))
+    held = load_model(ModelConfig(path=str(model), lora=settled.lora))
+    with fake_server("vllm", settled) as (url, server):
+        found = EngineConfig.model_validate({**config, "server": {"urls": [url]}})
+        with served(found, settled, handover, None, RealClock()) as core:
+            handover.write(0, weight_tensors(held))
+            core.adopt(0)
+        assert "/v1/load_lora_adapter" in server.calls
+        assert server.files.adapters == {"default": handover.path(0) / "default"}
+        assert server.label == "0"
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,8 @@ class ServedEngine:
         return {"server": f"{self._name} {self._met.version}", "server_address": str(self._server.address)}
 
     def adopt(self, version: int) -> None:
-        """The server has the weights of ``version`` already: those of its own directory."""
+        """The server has the weights of ``version`` already: those of its own directory. Adapters it takes from the
+        handover, where they have been written."""
         self._wire.call(self._named(version), CONTROL_S)
         self._version = version
 
@@ -351,7 +352,11 @@ class ServedEngine:
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _named(self, version: int) -> None:
-        await self._server.dialect.name_weights(self._wire.client, version)
+        handover, dialect = self._server.handover, self._server.dialect
+        if handover.form.adapters[""]:  # its directory has the model alone
+            await dialect.load(self._wire.client, handover.path(version), version)
+        else:
+            await dialect.name_weights(self._wire.client, version)
         self._streams.adopt(version)
 
     async def _withdrawn(self, request_ids: Sequence[int]) -> None:

@@ -20,7 +20,8 @@ from headrace.launch.hosts.engine import EngineHost, HostTerms
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.leases import Lease
 from headrace.launch.starts import EngineStart
-from headrace.models import ModelConfig
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
 from headrace.sync.transports import make_receiver
 from headrace.types.messages.controller import Ready
 from headrace.types.versions import INITIAL
@@ -44,8 +45,11 @@ def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -
         folder = config.server.weights_dir
         directory = Lease.directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
-        core = kept.enter_context(served(config, wanted, Handover(directory.path, form), receiver, RealClock()))
+        handover = Handover(directory.path, form)
+        core = kept.enter_context(served(config, wanted, handover, receiver, RealClock()))
         if own:
+            if model.lora is not None:
+                handover.write(INITIAL, weight_tensors(load_model(model)))
             core.adopt(INITIAL)
         address = "" if receiver is None else receiver.address
         facts = {"device": config.device, "weights_address": address, **machine_facts(start.num_threads)}
