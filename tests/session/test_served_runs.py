@@ -12,6 +12,7 @@ from headrace.engine.served.launching import Wanted
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.session import load_config, train
+from headrace.session.evaluating import evaluate
 from headrace.testing.servers import fake_server
 from tests.session.runs import make_run
 
@@ -58,6 +59,15 @@ def test_adapters_alone_travel_into_a_server(model_dir: Path, tmp_path: Path) ->
         assert set(server.files.adapters) == {"default"}
     assert summary.status == "finished"
     assert summary.mismatch_abs < 1e-4
+
+
+def test_adapters_that_are_evaluated_are_taken_by_a_server(model_dir: Path, tmp_path: Path) -> None:
+    with fake_server("vllm", wanted(model_dir, lora=LoraConfig(rank=4))) as (url, server):
+        path = make_run(tmp_path, model_dir, launch=LAUNCH)
+        settings = ["model.lora.rank=4", "engine.kind=vllm", f'engine.server.urls=["{url}"]', "engine.server.wait_s=30"]
+        config = load_config(path, settings)
+        evaluate(config, overrides=[f"data.eval_path={config.data.path}"])
+        assert set(server.files.adapters) == {"default"}
 
 
 def test_what_a_server_recorded_of_a_mixture_is_replayed(tmp_path: Path) -> None:
