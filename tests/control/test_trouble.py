@@ -235,6 +235,22 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
     assert seen.controller.state.flow.state.dropped == {"reward_error": 5}
 
 
+def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path) -> None:
+    class Closed(FakeEngine):
+        async def generate(
+            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+        ) -> AsyncIterator[TokenChunk]:
+            await asyncio.sleep(0.1)
+            raise RequestError("no such adapter", remedy="load it")
+            yield
+
+    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=Closed))
+    assert isinstance(error, EnvError)
+    assert "request_refused: no such adapter" in str(error)
+    assert "look at what is asked of the engine" in error.remedy
+    assert "reward" not in error.remedy
+
+
 def test_held_out_rewards_that_all_fail_end_the_run(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, parts=with_eval(3), scorer=lambda: FakeScorer(reward=lambda _: None))
     assert isinstance(cause_of(plan), EnvError)

@@ -19,6 +19,7 @@ from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
+from headrace.rollout.runner import remedy_of
 from headrace.scoring import Graded
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 
@@ -95,7 +96,7 @@ class Evaluator:
             return
         cause, times = failures.most_common(1)[0]
         if failures.total() == num_attempts:
-            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy="mend the reward")
+            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy=remedy_of(cause))
         failed = failures.total()
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 

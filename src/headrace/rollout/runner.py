@@ -271,6 +271,17 @@ class EpisodeRunner:
         return episode
 
 
+def remedy_of(cause: str) -> str:
+    """Whom to look at where episodes fail, by the cause of one.
+
+    >>> remedy_of("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
+    'look at what is asked of the engine, at its settings and its log'
+    """
+    if cause.partition(":")[0] in ("request_refused", "engine_failed"):
+        return "look at what is asked of the engine, at its settings and its log"
+    return "mend the environment or the reward function"
+
+
 def _apply(outcome: Outcome, episode: Episode, turns: Sequence[Turn]) -> None:
     """The attempt is over. Raises :class:`~headrace.errors.EpisodeError` where it leaves an agent without a reward."""
     for index, turn in enumerate(turns):

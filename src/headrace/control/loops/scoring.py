@@ -21,6 +21,7 @@ from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
+from headrace.rollout.runner import remedy_of
 from headrace.scoring import Graded
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.task import Task
@@ -235,5 +236,5 @@ class ScoringLoop:
             raise EnvError(
                 f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
                 f"{self._last_cause}",
-                remedy="mend the environment or the reward function (or raise flow.max_failed_groups), then --resume",
+                remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
             )
