@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from headrace import checkpoint
 from headrace.clock import run_virtual
@@ -18,6 +19,7 @@ from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import InlineWriter, SqliteLedger
+from headrace.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
 from headrace.types.batch import Batch
 from headrace.types.observation import Event, StepRecord
@@ -161,3 +163,10 @@ def with_eval(num_rows: int) -> Callable[[Parts], Parts]:
         return replace(parts, eval_tasks=tasks)
 
     return change
+
+
+def cause_of(plan: Plan, *, seen: Seen | None = None) -> BaseException:
+    """The error that the run ends with."""
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
+        live(plan, seen=seen)
+    return first_cause(caught.value)

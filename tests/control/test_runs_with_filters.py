@@ -29,7 +29,7 @@ from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
-from tests.control.lives import Life, Plan, Seen, groups_of, live
+from tests.control.lives import Life, Plan, Seen, cause_of, groups_of, live
 from tests.control.test_crash_and_resume import check_books, lives
 
 
@@ -219,17 +219,11 @@ def test_masked_episode_moves_the_baseline_and_carries_no_loss(tmp_path: Path) -
     assert life.summary.ledger.episodes.dropped["overlong"] > 0
 
 
-def cause_of(plan: Plan, seen: Seen) -> BaseException:
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
-        live(plan, seen=seen)
-    return first_cause(caught.value)
-
-
 def test_filter_that_lets_nothing_pass_ends_the_run_with_advice(tmp_path: Path) -> None:
     plan = filtered(tmp_path, ["zero_variance"], max_idle_batches=4)
     plan.scorer = lambda: FakeScorer(seconds=0.1, reward=lambda _: 0.25)
     seen = Seen()
-    error = cause_of(plan, seen)
+    error = cause_of(plan, seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "filters dropped 12 groups in a row and kept none: 12 zero_variance; all 72 rewards were 0.25" in str(error)
     for advice in ("whether the reward function works", "raise flow.group_size", "flow.max_idle_batches", "--resume"):
@@ -241,7 +235,7 @@ def test_filter_that_lets_nothing_pass_ends_the_run_with_advice(tmp_path: Path) 
 def test_rewards_that_never_pass_though_they_differ_are_described(tmp_path: Path) -> None:
     plan = filtered(tmp_path, [{"kind": "dynamic_sampling", "threshold": 5.0}], max_idle_batches=4)
     plan.scorer = lambda: FakeScorer(seconds=0.1)
-    error = cause_of(plan, Seen())
+    error = cause_of(plan)
     assert isinstance(error, NothingToLearn)
     assert "12 accuracy_too_low; 72 rewards between 0 and 1" in str(error)
     assert "threshold" in error.remedy

@@ -15,7 +15,6 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import (
     ComponentDied,
     DataError,
-    EnvError,
     HeadraceError,
     LedgerError,
     NothingToLearn,
@@ -24,7 +23,6 @@ from headrace.errors import (
 )
 from headrace.learner.base import Publication
 from headrace.scoring import Scores
-from headrace.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
@@ -32,14 +30,7 @@ from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import FloatColumn, IntColumn
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
-from tests.control.lives import Plan, Seen, groups_of, live, with_eval
-
-
-def cause_of(plan: Plan, *, seen: Seen | None = None) -> BaseException:
-    """The error that the run ends with."""
-    with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
-        live(plan, seen=seen)
-    return first_cause(caught.value)
+from tests.control.lives import Plan, Seen, cause_of, groups_of, live, with_eval
 
 
 async def for_ever() -> None:
@@ -219,41 +210,6 @@ def test_some_batches_without_signal_are_no_reason_to_stop(tmp_path: Path) -> No
 
     plan = Plan(run_dir=tmp_path, steps=20, flow={"max_idle_batches": 6, "order": "strict"}, scorer=Moody)
     assert live(plan).summary.steps == 20
-
-
-def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
-    class Broken(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
-            await asyncio.sleep(0.1)
-            return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
-
-    seen = Seen()
-    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=Broken), seen=seen)
-    assert isinstance(error, EnvError)
-    assert "5 groups in a row" in str(error)
-    assert "my_reward.py:7: KeyError" in str(error)
-    assert seen.controller.state.flow.state.dropped == {"reward_error": 5}
-
-
-def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path) -> None:
-    class Closed(FakeEngine):
-        async def generate(
-            self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
-        ) -> AsyncIterator[TokenChunk]:
-            await asyncio.sleep(0.1)
-            raise RequestError("no such adapter", remedy="load it")
-            yield
-
-    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=Closed))
-    assert isinstance(error, EnvError)
-    assert "request_refused: no such adapter" in str(error)
-    assert "look at what is asked of the engine" in error.remedy
-    assert "reward" not in error.remedy
-
-
-def test_held_out_rewards_that_all_fail_end_the_run(tmp_path: Path) -> None:
-    plan = Plan(run_dir=tmp_path, parts=with_eval(3), scorer=lambda: FakeScorer(reward=lambda _: None))
-    assert isinstance(cause_of(plan), EnvError)
 
 
 def test_refused_request_costs_its_own_episode_only(tmp_path: Path) -> None:
