@@ -168,7 +168,7 @@ def config(agents: list[str], rows: dict[str, str], **sections: Any) -> dict[str
         (["solvr"], {"solver": "trained"}, {}, "'solvr' is not among env.agents.*did you mean 'solver'"),
         (["solver"], {"solver": "frozen"}, {}, "'solver' is to train an adapter, and in env.agents it is the weights"),
         (["a"], {}, {"env": {"reward": "r.py:reward"}}, "'a' is never asked: with env.kind='single_turn'"),
-        (["a"], {}, {"engine": {"kind": "vllm"}, "sync": {"interrupt": "drain"}}, "'vllm' has no model.lora"),
+        (["a"], {}, {"engine": {"kind": "sglang"}, "sync": {"interrupt": "drain"}}, "'sglang' has no model.lora"),
     ],
 )  # fmt: skip
 def test_agents_that_cannot_have_adapters_are_refused(

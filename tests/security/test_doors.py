@@ -50,6 +50,7 @@ SERVERS = {
     "bridges/atropos.py": "the application of engine/server/app.py, with a token of its own",
     "engine/server/app.py": "tested here",
     "engine/server/run.py": "the application of engine/server/app.py",
+    "launch/joining/relay.py": "no HTTP of its own: leads to doors of the run; tests/launch/test_relay.py",
     "observe/writers/prometheus.py": "tested here",
     "rollout/endpoint/app.py": "tested here",
     "rollout/endpoint/serving.py": "the application of rollout/endpoint/app.py",
