@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 FIELDS: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "kuberay_fields.json").read_text())
 STAND_IN = """#!/usr/bin/env bash
-printf '%s' "$(basename "$0")" >> "$CALLS"
-printf ' %q' "$@" >> "$CALLS"
-printf ' [%s %s %s]\\n' "${RAY_AUTH_MODE:-}" "${#RAY_AUTH_TOKEN}" "${RAY_ADDRESS:-}" >> "$CALLS"
+call="$(basename "$0")$(printf ' %q' "$@")"
+echo "$call [${RAY_AUTH_MODE:-} ${#RAY_AUTH_TOKEN} ${RAY_ADDRESS:-}]" >> "$CALLS"
 """
+"""Each call in one piece: several write at once."""
 INTERRUPTED = """
 trap 'echo interrupted >> "$CALLS"; exit 130' TERM
 """
