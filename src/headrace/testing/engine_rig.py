@@ -133,8 +133,10 @@ class Rig:
             self.told[chunk.request_id].take(chunk)
 
     def finish(self, *numbers: int) -> list[Told]:
-        """What these have been told when they have ended."""
+        """What these have been told when they have ended, none of them by an error."""
         self.until(lambda: all(self.told[number].ended for number in numbers))
+        for number in numbers:
+            assert not self.told[number].error, f"request {number} failed: {self.told[number].error}"
         return [self.told[number] for number in numbers]
 
     def publish(self, mode: Interrupt) -> SwapReport:
