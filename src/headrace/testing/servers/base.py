@@ -79,6 +79,8 @@ class FakeServer:
     """It tells what each token was drawn from."""
     routing: bool = False
     """It tells the experts of each token."""
+    asleep: bool = False
+    """It has given its memory back, and does nothing until it is woken."""
     seeds: Iterator[int] = field(default_factory=itertools.count)
     """Of the next answers: requests come without one."""
 
@@ -132,8 +134,16 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
+async def wake(server: FakeServer, request: Request) -> Any:
+    """Take the memory again, and go on."""
+    server.asleep = False
+    return await resume(server, request)
+
+
 async def resume(server: FakeServer, request: Request) -> Any:
     """Go on."""
+    if server.asleep:
+        raise RequestError("the server is asleep", remedy="wake it")
     await server.engine.resume()
     return {"status": "resumed"}
 
@@ -141,6 +151,7 @@ async def resume(server: FakeServer, request: Request) -> Any:
 async def sleep(server: FakeServer, request: Request) -> Any:
     """Give the memory back."""
     await server.engine.pause(release=True)
+    server.asleep = True
     return {"status": "sleeping"}
 
 

@@ -23,6 +23,7 @@ from headrace.testing.servers.base import (
     says,
     sleep,
     stream,
+    wake,
 )
 from headrace.types.recorded import Routing
 
@@ -107,7 +108,7 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
     ("POST", "/pause_generation"): _pause,
     ("POST", "/continue_generation"): resume,
     ("POST", "/release_memory_occupation"): sleep,
-    ("POST", "/resume_memory_occupation"): resume,
+    ("POST", "/resume_memory_occupation"): wake,
     ("POST", "/update_weights_from_disk"): _load,
     ("POST", "/update_weight_version"): name_weights,
 }

@@ -25,6 +25,7 @@ from headrace.testing.servers.base import (
     says,
     sleep,
     stream,
+    wake,
 )
 from headrace.types.recorded import Routing
 
@@ -151,7 +152,7 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
     ("POST", "/pause"): _pause,
     ("POST", "/resume"): resume,
     ("POST", "/sleep"): sleep,
-    ("POST", "/wake_up"): resume,
+    ("POST", "/wake_up"): wake,
     ("POST", "/start_weight_update"): says(lambda server: {"message": "Weight update started"}),
     ("POST", "/update_weights"): _update,
     ("POST", "/finish_weight_update"): _finish,
