@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.errors import ConfigError, EnvError
-from headrace.launch.starts import Keep
+from headrace.launch.hosts import environment as host
+from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import Limits
 from tests.env.crews import crew
 from tests.launch.workers import is_alive
@@ -297,3 +299,29 @@ def test_a_worker_that_is_killed_from_outside_is_replaced(tmp_path: Path) -> Non
             assert await running == [1.0, 1.0]
 
     asyncio.run(main())
+
+
+def test_a_worker_says_who_it_is_before_its_watch_may_speak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Watch:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def begin(self) -> None:
+            order.append("watch")
+
+    class Channel:
+        def send(self, message: object) -> None:
+            order.append(type(message).__name__)
+
+        def receive(self, _: float) -> list[object]:
+            raise EOFError
+
+    monkeypatch.setattr(host, "_Watch", Watch)
+    (tmp_path / "rollout.py").write_text("async def rollout(task, policy):\n    return 1.0\n")
+    start = EnvironmentStart(kind="rollout", entry=f"{tmp_path}/rollout.py:rollout", concurrency=1, block_s=10.0)
+    channel: Any = Channel()
+    with pytest.raises(BaseExceptionGroup):
+        host.run_environment(start, channel)
+    assert order == ["Ready", "watch"]

@@ -60,8 +60,8 @@ async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
     else:
         rollout = load_entry(start.kind, start.entry, hands)
     desk = _Desk(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))  # before anything else is said
     watch.begin()
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))
     async with asyncio.TaskGroup() as episodes:
         while True:
             for order in await loop.run_in_executor(ears, channel.receive, WAIT_S):
