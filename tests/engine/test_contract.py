@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,12 +14,15 @@ from headrace.testing.engine_contract import SUITES, keep
 from headrace.testing.engine_rig import native_rig, served_rig
 from headrace.testing.servers import fake_server
 
-CASES = [(kind, name) for kind, can in CAPABILITIES.items() for name, suite in SUITES.items() if suite.has(can)]
+CASES = [
+    *((kind, name, "files") for kind, can in CAPABILITIES.items() for name, suite in SUITES.items() if suite.has(can)),
+    *(("vllm", name, "gloo") for name in SUITES),
+]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name", "weights_by"), CASES)
 def test_engine_keeps_what_it_promises_and_refuses_the_rest(
-    kind: str, name: str, tmp_path: Path, subtests: pytest.Subtests
+    kind: str, name: str, weights_by: Literal["files", "gloo"], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     wanted, scratch = SUITES[name].wanted(tmp_path / "m", CAPABILITIES[kind]), tmp_path / "s"
     scratch.mkdir()
@@ -27,7 +31,7 @@ def test_engine_keeps_what_it_promises_and_refuses_the_rest(
             rig = opened.enter_context(native_rig(wanted, scratch))
         else:
             url, _ = opened.enter_context(fake_server(kind, wanted))
-            server = ServerConfig(urls=(url,), any_version=True)
+            server = ServerConfig(urls=(url,), any_version=True, weights_by=weights_by)
             rig = opened.enter_context(served_rig(kind, server, wanted, scratch))
         for clause in SUITES[name].clauses:  # in that order: the first of them brings the first weights
             with subtests.test(clause.name):

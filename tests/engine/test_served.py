@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
@@ -39,7 +41,8 @@ from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.models.weights import weight_tensors
 from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, served_rig
-from headrace.testing.servers import fake_server, vllm
+from headrace.testing.servers import FakeServer, fake_server, vllm
+from headrace.testing.servers.base import Handler
 from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
 from headrace.types.weights import Interrupt
@@ -348,3 +351,32 @@ def plain_server(answers: dict[str, str]) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_address_at_which_something_else_answers_now_ends_the_engine_and_one_refused_request_does_not(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything: bool
+) -> None:
+    gone: list[str] = []
+
+    def unless_gone(path: str, handler: Handler) -> Handler:
+        async def answer(server: FakeServer, request: Request) -> Any:
+            return PlainTextResponse("what is that?", 404) if path in gone else await handler(server, request)
+
+        return answer
+
+    routes = {(method, path): unless_gone(path, handler) for (method, path), handler in vllm.ROUTES.items()}
+    monkeypatch.setattr(vllm, "ROUTES", routes)
+    with (
+        fake_server("vllm", wanted(model)) as (url, _),
+        served_rig("vllm", ServerConfig(urls=(url,)), wanted(model), tmp_path) as rig,
+    ):
+        rig.publish(Interrupt.INFLIGHT)
+        gone += [VllmDialect.stream_path, *(["/health"] if everything else [])]
+        number = rig.ask([3, 4])
+        if everything:
+            with pytest.raises(ComponentDied, match="answers 404"):
+                rig.until(lambda: rig.told[number].ended)
+        else:
+            rig.until(lambda: rig.told[number].ended)
+            assert "answered 404: what is that?" in rig.told[number].error

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -35,18 +36,19 @@ OLDER = replace(NEWER, kept_sets=False, routing=False)
 
 
 @contextmanager
-def kept(suite: Suite, python: str, can: Capabilities, directory: Path) -> Iterator[Rig]:
+def kept(suite: Suite, server: ServerConfig, can: Capabilities, directory: Path) -> Iterator[Rig]:
     wanted, scratch = suite.wanted(directory / "m", can), directory / "s"
     scratch.mkdir()
-    with served_rig("vllm", ServerConfig(python=python, wait_s=900), wanted, scratch) as rig:
+    with served_rig("vllm", server, wanted, scratch) as rig:
         yield rig
 
 
+@pytest.mark.parametrize("weights_by", ["files", "gloo"])
 @pytest.mark.parametrize("suite", SUITES.values(), ids=SUITES)
 def test_vllm_keeps_what_it_promises_and_refuses_the_rest(
-    suite: Suite, tmp_path: Path, subtests: pytest.Subtests
+    suite: Suite, weights_by: Literal["files", "gloo"], tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    with kept(suite, PYTHON, OLDER, tmp_path) as rig:
+    with kept(suite, ServerConfig(python=PYTHON, wait_s=900, weights_by=weights_by), OLDER, tmp_path) as rig:
         for clause in suite.clauses:
             with subtests.test(clause.name):
                 keep(clause, rig)
@@ -56,7 +58,8 @@ def test_vllm_keeps_what_it_promises_and_refuses_the_rest(
 def test_vllm_whose_kernels_are_interpreted_tells_kept_sets_and_experts(
     suite: Suite, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    with kept(suite, interpreted(PYTHON, tmp_path), NEWER, tmp_path) as rig:
+    server = ServerConfig(python=interpreted(PYTHON, tmp_path), wait_s=900)
+    with kept(suite, server, NEWER, tmp_path) as rig:
         for clause in suite.clauses:
             with subtests.test(clause.name):
                 keep(clause, rig)

@@ -23,10 +23,10 @@ import torch
 from headrace.clock import RealClock
 from headrace.errors import ConfigError, NeedsFull, WeightsError
 from headrace.sync import http as uploads
-from headrace.sync.base import BUCKET_BYTES
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
+from headrace.types.weights import BUCKET_BYTES
 
 torch.set_num_threads(1)
 
@@ -254,15 +254,15 @@ LEARNER = """
 import sys, torch
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
-import headrace.sync.collective as collective
+from headrace import groups
 torch.set_num_threads(1)
-whole = collective.Group.broadcast
+whole = groups.Group.broadcast
 def dies(self, buffer):
     whole(self, buffer[: 16 << 20])
     import os, signal
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "dies":
-    collective.Group.broadcast = dies
+    groups.Group.broadcast = dies
 weights = {"w": torch.ones(5000, 1000)}
 publisher = make_publisher(Route(transport="collective", address=sys.argv[1], deadline_s=20.0), weights)
 publisher.copy(0)

@@ -12,9 +12,10 @@ from pathlib import Path
 from tools.gate.source import Finding, Source
 
 ROOMS = (
-    *("errors", "clock", "environ", "heap", "types", "config", "models", "engine", "sync", "algo", "scoring", "env"),
-    *("bridges", "rollout", "flow", "learner", "checkpoint", "control", "launch", "plan", "observe", "recipes"),
-    *("session", "policy", "bench", "compare", "view", "cli", "testing", "headrace", "__main__"),
+    *("errors", "clock", "environ", "heap", "types", "config", "groups", "models", "engine", "sync", "algo"),
+    *("scoring", "env", "bridges", "rollout", "flow", "learner", "checkpoint", "control", "launch", "plan"),
+    *("observe", "recipes", "session", "policy", "bench", "compare", "view", "cli", "testing", "headrace"),
+    "__main__",
 )
 """A room imports only rooms that stand before it, or itself."""
 

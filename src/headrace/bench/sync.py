@@ -28,9 +28,9 @@ from headrace.bench.engine_peers import Worker, worker
 from headrace.bench.sync_worker import DEADLINE_S, TOKEN, Plan, broadcast, tensors_of
 from headrace.clock import RealClock
 from headrace.environ import shared_memory_root
+from headrace.groups import Group, meet
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.sync.codecs import CODECS
-from headrace.sync.collective import Group
 from headrace.sync.config import Route
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import TRANSPORTS, make_receiver
@@ -234,7 +234,7 @@ class _Peer:
         asked = threading.Thread(target=self._learner.ask, args=(order,))
         asked.start()
         if self._group is None:
-            self._group = Group(self._directory, "bench", 1, 2, DEADLINE_S)
+            self._group = meet(self._directory, "bench", (1, 2), DEADLINE_S)
         start_s = self._bench.clock.now()
         broadcast(self._group, self._tensors, how, packs=False)
         seconds = self._bench.clock.now() - start_s

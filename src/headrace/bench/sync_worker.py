@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.clock import RealClock
-from headrace.sync.collective import Group
+from headrace.groups import Group, meet
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
@@ -108,7 +108,7 @@ class Learner:
 
     def _broadcast(self, order: dict[str, Any]) -> dict[str, Any]:
         if self._group is None:
-            self._group = Group(Path(order["directory"]), "bench", 0, 2, DEADLINE_S)
+            self._group = meet(Path(order["directory"]), "bench", (0, 2), DEADLINE_S)
         broadcast(self._group, list(self._weights.values()), order["how"], packs=True)
         return {}
 

@@ -96,6 +96,11 @@ class EngineConfig(Section):
                     remedy="set engine.kind = 'vllm' or 'sglang', or leave [engine.server] out",
                 )
             return self
+        if self.kind != "vllm" and self.server.weights_by != "files":
+            raise ConfigError(
+                f"engine.server.weights_by={self.server.weights_by!r} is of engine.kind='vllm', and this is another",
+                remedy="set it to 'files', and engine.server.weights_dir to a folder that both machines see",
+            )
         for name in _NATIVE_ONLY:
             given = self.__dict__[name]
             if given != fields[name].default:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
+from headrace.config.addresses import is_loopback
 from headrace.engine.base import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import ConfigError, EngineFull, RequestError, RunError, SequenceFailed
 from headrace.types.episode import StopReason
@@ -26,7 +27,6 @@ from headrace.types.tokens import IntColumn, Tokens
 if TYPE_CHECKING:
     import httpx
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before an engine that is full is asked again."""
 CONNECT_S = 20.0
@@ -50,7 +50,7 @@ async def reached(where: Elsewhere) -> AsyncIterator[RemoteEngine]:
     """The engine at ``where``; :class:`~headrace.errors.ConfigError` if it is none that can be asked in tokens."""
     import httpx
 
-    local = urlsplit(where.url).hostname in LOOPBACK  # a proxy of the environment is not meant for it
+    local = is_loopback(urlsplit(where.url).hostname or "")  # a proxy of the environment is not meant for it
     async with httpx.AsyncClient(
         base_url=where.url.rstrip("/") + "/",
         headers={"Authorization": f"Bearer {where.token}"} if where.token else {},

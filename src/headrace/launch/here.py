@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from headrace.config.addresses import LOOPBACK
 from headrace.environ import child_environment, part_environment, shared_memory_root
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
@@ -36,7 +37,6 @@ from headrace.launch.starts import (
     write_briefing,
 )
 from headrace.scoring.sandbox.run import LAUNCHER
-from headrace.sync.config import LOOPBACK
 from headrace.types.messages import controller
 
 KEEPER_S = 2.0

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
+from headrace.config.addresses import is_loopback
 from headrace.config.filling import fields_of
 from headrace.environ import secret
 from headrace.errors import ConfigError
@@ -40,7 +41,6 @@ end with one line of JSON: {{"score": N}}, N from 0 (worthless) to 10 (perfect).
 """
 EACH = 32
 """Connections of one client."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_REPLY = 1 << 20
 """Bytes of a reply that are read at most."""
 
@@ -140,7 +140,7 @@ class _Judge:
     def __init__(self, section: JudgeReward) -> None:
         import httpx
 
-        local = urlsplit(section.base_url).hostname in LOOPBACK  # a proxy of the environment is not meant for it
+        local = is_loopback(urlsplit(section.base_url).hostname or "")  # a proxy of the environment is not meant for it
         key = secret(section.api_key_env) if section.api_key_env else ""
         self._section = section
         self._clients: list[httpx.AsyncClient] = [

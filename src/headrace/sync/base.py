@@ -21,8 +21,6 @@ from torch import Tensor
 from headrace.types.weights import Manifest, WeightUpdate
 
 NUM_SLOTS = 2
-BUCKET_BYTES = 16 << 20
-"""What a transport moves at a time: large enough that no transport is slowed by the number of its messages."""
 
 
 class Phase(enum.StrEnum):

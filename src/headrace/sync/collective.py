@@ -15,52 +15,19 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, Parcel, Sent
+from headrace.groups import Group, meet
+from headrace.sync.base import Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
-from headrace.types.weights import WeightUpdate
+from headrace.types.weights import BUCKET_BYTES, WeightUpdate
 
-_LOOPBACK = "127.0.0.1"
 _BETWEEN = ","
-
-
-class Group:
-    """A Gloo group of this process's own, beside the default one. ``members`` are the receivers' names, in the order of
-    their ranks. Made by all members at once; raises ``RuntimeError`` where one does not come in time."""
-
-    def __init__(self, directory: Path, name: str, rank: int, size: int, deadline_s: float) -> None:
-        self._timeout = timedelta(seconds=deadline_s)
-        directory.mkdir(parents=True, exist_ok=True)
-        torch_distributed: Any = dist  # much of it is not in torch's stubs
-        gloo = torch_distributed.ProcessGroupGloo
-        store = torch_distributed.FileStore(str(directory / f"weights-{name}"), size)
-        store.set_timeout(self._timeout)
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
-        options._timeout = self._timeout
-        self._group = gloo(store, rank, size, options)
-
-    def broadcast(self, buffer: memoryview) -> None:
-        """From rank 0 to the others, a bucket at a time."""
-        if buffer:
-            for bucket in torch.frombuffer(buffer, dtype=torch.uint8).split(BUCKET_BYTES):
-                self.broadcast_one(bucket)
-
-    def broadcast_one(self, tensor: Tensor) -> None:
-        """From rank 0 to the others."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._timeout
-        self._group.broadcast([tensor], options).wait(self._timeout)
 
 
 class CollectiveOutbox:
@@ -110,7 +77,7 @@ class CollectiveOutbox:
         try:
             if self._group is None or self._group[0] != name:
                 self._group = None
-                made = Group(self._directory, name.partition(".")[0], 0, 1 + len(parcel.to), self._deadline_s)
+                made = meet(self._directory, name.partition(".")[0], (0, 1 + len(parcel.to)), self._deadline_s)
                 self._group = (name, made)
             self._group[1].broadcast_one(_header(parcel.version, len(parcel.payload)))
             self._group[1].broadcast(parcel.payload)
@@ -185,7 +152,8 @@ class CollectiveInbox:
                 remedy="publish to the engines that are there now",
             )
         self._group = None
-        group = Group(self._directory, name, 1 + known.index(self.address), 1 + len(known), self._deadline_s)
+        place = (1 + known.index(self.address), 1 + len(known))
+        group = meet(self._directory, name, place, self._deadline_s)
         self._group = (update.path, group)
         return group
 

@@ -8,13 +8,10 @@ import msgspec
 from pydantic import Field, model_validator
 
 from headrace.config import Section
+from headrace.config.addresses import EVERYWHERE, LOOPBACK
 from headrace.config.tls import refuse_half
 from headrace.errors import ConfigError
 from headrace.types.weights import Interrupt
-
-LOOPBACK = "127.0.0.1"
-"""The address that only this machine can reach."""
-_EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
 
 class SyncConfig(Section):
@@ -71,7 +68,7 @@ class SyncConfig(Section):
                 "uploads",
                 remedy="set sync.transport = 'http', or leave sync.tls_certificate and sync.tls_key out",
             )
-        if self.host in _EVERYWHERE:
+        if self.host in EVERYWHERE:
             raise ConfigError(
                 f"sync.host={self.host!r} is no address that a learner could send to",
                 remedy="name the address of one interface of the engine's machine",

@@ -13,9 +13,9 @@ import os
 from pathlib import Path
 
 from headrace.errors import NeedsFull, WeightsError
-from headrace.sync.base import BUCKET_BYTES, NUM_SLOTS, Parcel, Sent
+from headrace.sync.base import NUM_SLOTS, Parcel, Sent
 from headrace.sync.config import Route
-from headrace.types.weights import WeightUpdate
+from headrace.types.weights import BUCKET_BYTES, WeightUpdate
 
 
 class ShmOutbox:

@@ -6,6 +6,9 @@ import enum
 
 import msgspec
 
+BUCKET_BYTES = 16 << 20
+"""What is moved at a time: large enough that no transport is slowed by the number of its messages."""
+
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Where one tensor lies in the buffer."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config import Section
+from headrace.config.addresses import EVERYWHERE, LOOPBACK
 from headrace.errors import ConfigError
 
 
@@ -32,6 +33,13 @@ class ServerConfig(Section):
     weights_dir: str = ""
     """Folder that this process and the server see, through which new weights go; empty: shared memory of this
     machine."""
+    weights_by: Literal["files", "gloo", "nccl"] = "files"
+    """How new weights reach the server. ``files``: it sees the folder that they lie in. ``gloo``, ``nccl``: they are
+    carried to its machines by torch.distributed while it generates, for one that shares no folder with this machine
+    (vLLM); ``nccl`` from a GPU of this machine to one of each of the server's."""
+    weights_host: str = LOOPBACK
+    """``gloo`` and ``nccl`` only: address of this machine at which the server's machines can reach it. Whoever reaches
+    its ports there is not asked who they are: the network must be a trusted one."""
 
     @field_validator("urls")
     @classmethod
@@ -42,6 +50,26 @@ class ServerConfig(Section):
                     f"engine.server.urls holds {url!r}, which is no URL", remedy='write it as "http://127.0.0.1:8000"'
                 )
         return urls
+
+    @model_validator(mode="after")
+    def _ways_are_used(self) -> Self:
+        if self.weights_by != "files" and self.weights_dir:
+            raise ConfigError(
+                f"engine.server.weights_dir is a folder that the server sees, and weights_by={self.weights_by!r} uses "
+                "none",
+                remedy="leave one of them out",
+            )
+        if self.weights_by == "files" and self.weights_host != LOOPBACK:
+            raise ConfigError(
+                f"engine.server.weights_host={self.weights_host!r} is set, and weights_by='files' needs no address",
+                remedy="set engine.server.weights_by = 'gloo' or 'nccl', or leave weights_host out",
+            )
+        if self.weights_host in EVERYWHERE:
+            raise ConfigError(
+                f"engine.server.weights_host={self.weights_host!r} is no address that a server could reach",
+                remedy="name the address of one interface of this machine",
+            )
+        return self
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:

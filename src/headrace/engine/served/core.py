@@ -354,7 +354,7 @@ class ServedEngine:
     async def _named(self, version: int) -> None:
         handover, dialect = self._server.handover, self._server.dialect
         if handover.form.adapters[""]:  # its directory has the model alone
-            await dialect.load(self._wire.client, handover.path(version), version)
+            await dialect.load(self._wire.client, handover.path(version), version, handover.form.folders)
         else:
             await dialect.name_weights(self._wire.client, version)
         self._streams.adopt(version)

@@ -90,8 +90,9 @@ class Dialect(Protocol):
         """Stand still after the present step."""
         ...
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
-        """Use what lies in the directory ``path`` from now on (see :mod:`.forms`), and call it ``version``."""
+    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
+        """Use what lies in the directory ``path`` of the server's machine from now on (see :mod:`.forms`), and call it
+        ``version``. ``adapters``: their folders; none where it is the model itself."""
         ...
 
     async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:

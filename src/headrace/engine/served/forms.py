@@ -6,7 +6,7 @@ adapters alone    ──▶ a folder for each, as peft keeps them, called like i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,11 @@ class Form:
         self.adapters: Mapping[str, str] = {"": DEFAULT, **{one: one for one in lora.agents}} if lora else {"": ""}
         """What a server calls the adapters of agents, and the policy's (empty), where it answers with one."""
 
+    @property
+    def folders(self) -> Sequence[str]:
+        """Of a version: one for each adapter, called like it; none where it is the model itself."""
+        return [name for name in self.adapters.values() if name]
+
     def tensors(self) -> dict[str, Tensor]:
         """Tensors like those that are sent, by name: memory that nothing is written to, for a receiver to put its
         versions in the place of."""
@@ -55,8 +60,3 @@ class Form:
         :class:`~headrace.errors.ModelError` for a mixture of experts that is not known."""
         routed = find_routing(self._model)
         return None if routed is None else Routes(routed, self._model.config.num_hidden_layers)
-
-
-def adapters_in(directory: Path) -> list[Path]:
-    """The adapters of the version in ``directory``, each in a folder; none where it is the model itself."""
-    return sorted(path for path in directory.iterdir() if path.is_dir())

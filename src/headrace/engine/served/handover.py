@@ -1,4 +1,5 @@
-"""How weights get from this process to a server beside it: a folder for each version, in shared memory.
+"""How weights get from this process to a server: a folder for each version, in shared memory; where the server is on
+another machine, carried there.
 
 A server knows how to load a checkpoint, split over its own workers and packed for its own kernels; it need not know
 where that came from. So whatever transport, codec and checks there are between learner and engine, they end here.
@@ -13,42 +14,55 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from headrace.engine.served.carrier import Carrier
 from headrace.engine.served.forms import Form
 from headrace.errors import WeightsError
+
+DEADLINE_S = 30.0
+"""Longest that a server's machine may be silent while a version is carried there."""
 
 
 class Handover:
     """The versions that are on their way, each a directory below ``directory``, which the server sees and this run
     alone uses."""
 
-    def __init__(self, directory: Path, form: Form) -> None:
-        self.directory, self.form = directory, form
+    def __init__(self, directory: Path, form: Form, deadline_s: float = DEADLINE_S) -> None:
+        self.directory, self.form, self.deadline_s = directory, form, deadline_s
+        self.carrier: Carrier | None = None
+        """Of a server that does not see ``directory``."""
+        self._carried: dict[int, Path] = {}
 
     def path(self, version: int) -> Path:
-        """The directory of ``version``."""
-        return self.directory / f"v{version}"
+        """The directory of ``version``, as the server sees it."""
+        return self._carried.get(version, self._written(version))
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put ``version`` there, whole or not at all; of those that wait, only it is left.
+        """Put ``version`` where the server finds it, whole or not at all.
 
-        Raises :class:`~headrace.errors.WeightsError` where there is no room.
+        Raises :class:`~headrace.errors.WeightsError` where there is no room, or it does not get there.
         """
         made = self.directory / "being-written"
         try:
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir()
             self.form.write(tensors, made)
-            shutil.rmtree(self.path(version), ignore_errors=True)
-            made.rename(self.path(version))
+            shutil.rmtree(self._written(version), ignore_errors=True)
+            made.rename(self._written(version))
         except (OSError, SafetensorError) as error:
             shutil.rmtree(made, ignore_errors=True)
             raise WeightsError(
                 f"version {version} cannot be handed to the server through {self.directory}: {error}",
                 remedy="make room there (df -h), or set engine.server.weights_dir to another folder that both see",
             ) from None
+        if self.carrier is not None:
+            self._carried[version] = self.carrier.carry(self._written(version), version)
 
     def drop_before(self, version: int) -> None:
         """Those before ``version`` are not needed any more."""
         for path in self.directory.glob("v*"):
             if int(path.name.removeprefix("v")) < version:
                 shutil.rmtree(path, ignore_errors=True)
+        self._carried = {each: path for each, path in self._carried.items() if each >= version}
+
+    def _written(self, version: int) -> Path:
+        return self.directory / f"v{version}"

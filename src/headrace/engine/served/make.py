@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
+from headrace.engine.served.carrier import AskWorkers, Carrier, Way
 from headrace.engine.served.core import Limits, ServedEngine, StagingReceiver
 from headrace.engine.served.dialect import Dialect, Met
 from headrace.engine.served.forms import Form
@@ -19,7 +20,7 @@ from headrace.engine.served.wire import Address, Wire
 from headrace.engine.sglang import command as sglang_command
 from headrace.engine.sglang.dialect import SglangDialect
 from headrace.engine.vllm import command as vllm_command
-from headrace.engine.vllm.dialect import VllmDialect
+from headrace.engine.vllm.dialect import VllmDialect, ask_workers
 from headrace.environ import secret
 from headrace.errors import ConfigError
 from headrace.models.load import read_config
@@ -33,11 +34,16 @@ class Kind:
     own_address: Callable[[Path], Address]
     """Where one that we start is to listen."""
     command: Callable[[EngineConfig, Wanted, Address], Command]
+    ask_workers: AskWorkers | None = None
+    """Of one to whose machines versions can be carried."""
 
 
 KINDS = {
     "vllm": Kind(
-        dialect=VllmDialect(), own_address=vllm_command.own_address, command=vllm_command.command
+        dialect=VllmDialect(),
+        own_address=vllm_command.own_address,
+        command=vllm_command.command,
+        ask_workers=ask_workers,
     ),
     "sglang": Kind(
         dialect=SglangDialect(), own_address=sglang_command.own_address, command=sglang_command.command
@@ -63,6 +69,7 @@ def served(
     path = wanted.path if found else model_alone(wanted.path, directory)
     command = kind.command(config, replace(wanted, path=path), address)
     server = Server(dialect, address, handover, command)
+    way = _way(config, handover)
     if not found:
         version = installed(settings, dialect.package)
         refuse_untested(dialect.name, version, dialect.tested, any_version=settings.any_version)
@@ -78,9 +85,35 @@ def served(
                 masks=wanted.record_kept,
                 routes=handover.form.routes() if wanted.record_routing else None,
             )
-            yield ServedEngine(wire, server, config, met=met, limits=limits, receiver=receiver, clock=clock)
+            with _carrying(kind, wire, handover, way):
+                yield ServedEngine(wire, server, config, met=met, limits=limits, receiver=receiver, clock=clock)
     finally:
         server.close()
+
+
+def _way(config: EngineConfig, handover: Handover) -> Way | None:
+    """``None`` to a server that sees the folder. Raises :class:`~headrace.errors.ConfigError`."""
+    settings = config.server
+    if settings.weights_by == "files":
+        return None
+    way = Way(
+        backend=settings.weights_by,
+        host=settings.weights_host,
+        device=config.device,
+        deadline_s=handover.deadline_s,
+    )
+    way.refuse_impossible()
+    return way
+
+
+@contextmanager
+def _carrying(kind: Kind, wire: Wire, handover: Handover, way: Way | None) -> Iterator[None]:
+    if way is None:
+        yield
+        return
+    assert kind.ask_workers is not None  # else the settings were refused
+    with closing(Carrier(wire, kind.ask_workers, way)) as handover.carrier:
+        yield
 
 
 def vocabulary(path: str) -> int:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 ABORT = "abort"
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 _ENDS = frozenset({"", ABORT, *_REASONS})
+_OF_REQUESTS = frozenset({400, 413, 422, 429, 503})
+"""Answers that say something of a request; others may be those of whatever stands at that address now."""
 _RESUMES = frozenset({Interrupt.ABORT_RESUME, Interrupt.SLEEP})
 _BY_ABORT = _RESUMES | {Interrupt.ABORT_RETRY}
 _PATIENT = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
@@ -148,13 +150,14 @@ class Streams:
         if mode in _BY_ABORT:
             await self._halt()
         there = list(self._running.values())
-        await self._dialect.load(self._wire.client, self._server.handover.path(version), version)
+        handover = self._server.handover
+        await self._dialect.load(self._wire.client, handover.path(version), version, handover.form.folders)
         self.adopt(version)
         restarted = there if mode is Interrupt.ABORT_RETRY else []
         wasted = sum(answer.restart() for answer in restarted)
         await self._dialect.go_on(self._wire.client)
         self._going.set()
-        self._server.handover.drop_before(version)
+        handover.drop_before(version)
         ended_s = self._clock.now()
         self._end_holding()
         self._count(restarted=self.stats.restarted + len(restarted), wasted_tokens=self.stats.wasted_tokens + wasted)
@@ -279,13 +282,23 @@ class Streams:
                 "POST", self._dialect.stream_path, json=self._dialect.body(ask)
             ) as reply:
                 if reply.status_code != 200:
-                    raise _refused(self._dialect.name, reply.status_code, (await reply.aread())[:500])
+                    raise await self._refusal(reply)
                 return await self._listen(answer, reply)
         except httpx.HTTPError as error:
             await self._server.refuse_dead(self._wire.client)
             raise SequenceFailed(
                 f"{self._dialect.name} broke off an answer: {type(error).__name__}: {error}", remedy="look at its log"
             ) from None
+
+    async def _refusal(self, reply: httpx.Response) -> RequestError:
+        """What a reply says that is no stream. Raises :class:`~headrace.errors.ComponentDied` where nobody is there."""
+        status, body = reply.status_code, (await reply.aread())[:500]
+        if status not in _OF_REQUESTS:
+            await self._server.refuse_dead(self._wire.client)
+        problem = f"{self._dialect.name} answered {status}: {body.decode('utf-8', 'replace')}"
+        if status in (429, 503):
+            return EngineFull(problem, remedy="ask for less at once")
+        return RequestError(problem, remedy="look at the request, and at the server's log")
 
     async def _listen(self, answer: Answer, reply: httpx.Response) -> str:
         async for line in reply.aiter_lines():
@@ -354,10 +367,3 @@ class Streams:
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed
         )  # fmt: skip
-
-
-def _refused(name: str, status: int, body: bytes) -> RequestError:
-    problem = f"{name} answered {status}: {body.decode('utf-8', 'replace')}"
-    if status in (429, 503):
-        return EngineFull(problem, remedy="ask for less at once")
-    return RequestError(problem, remedy="look at the request, and at the server's log")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from headrace.config.addresses import is_loopback
 from headrace.errors import ComponentDied
 
 if TYPE_CHECKING:
     import httpx
 
 A = TypeVar("A")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CONNECT_S = 20.0
 """Longest that a connection may take; how long an answer takes, whoever waits for it says."""
 
@@ -113,7 +113,7 @@ class Wire:
         assert task is not None
         self._main, self._loop = task, asyncio.get_running_loop()
         address = self.address
-        local = bool(address.socket) or address.host in LOOPBACK  # a proxy of the environment is not meant for it
+        local = bool(address.socket) or is_loopback(address.host)  # a proxy of the environment is not meant for it
         async with (
             httpx.AsyncClient(
                 base_url=address.url,

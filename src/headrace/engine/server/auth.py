@@ -8,11 +8,11 @@ points a name of its own here is turned away.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from headrace.config.addresses import is_loopback
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.errors import ConfigError
 
@@ -54,20 +54,6 @@ class Gate:
             status=401,
             code="invalid_api_key",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host`` means this machine only.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
-    [True, True, True, False, False]
-    """
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def refuse_open_door(host: str, token: str) -> None:

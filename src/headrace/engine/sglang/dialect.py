@@ -106,7 +106,7 @@ class SglangDialect:
     async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
         await post(client, "/pause_generation", {"mode": "abort" if how.abort else "in_place"})
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
+    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
         order = {"model_path": str(path), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
         answer = await post(client, "/update_weights_from_disk", order)
         if not answer["success"]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from headrace.engine.served.answer import Part, Span, TokenId
 from headrace.engine.served.dialect import Ask, Hold, Met, post
-from headrace.engine.served.forms import FILE, adapters_in
+from headrace.engine.served.forms import FILE
 from headrace.engine.served.records import unpacked
 from headrace.errors import ConfigError
 from headrace.types.sampling import Sampling
@@ -140,20 +140,19 @@ class VllmDialect:
         mode, clear = ("abort", True) if how.abort else ("keep", how.recompute)
         await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int) -> None:
-        adapters = adapters_in(path)
+    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
         if not adapters:
             await post(client, "/start_weight_update")
             await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
             await post(client, "/finish_weight_update", {"weight_version": str(version)})
             return
         served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
-        for adapter in adapters:
-            if adapter.name in served:
-                await _inside(client, "take_adapter", adapter.name, str(adapter))
+        for name in adapters:
+            if name in served:
+                await ask_workers(client, "take_adapter", name, str(path / name))
             else:
-                await post(client, "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": str(adapter)})
-                await _inside(client, "name_adapter", adapter.name)
+                await post(client, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name)})
+                await ask_workers(client, "name_adapter", name)
         await self.name_weights(client, version)
 
     async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
@@ -196,6 +195,7 @@ def _asked(adapter: str) -> dict[str, str]:
     return {"model": adapter} if adapter else {}
 
 
-async def _inside(client: httpx.AsyncClient, method: str, *arguments: str) -> None:
-    """Have the workers do it: ``headrace_in_vllm.Extension``."""
-    await post(client, "/collective_rpc", {"method": method, "args": arguments})
+async def ask_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
+    """What each worker returns, asked for one of ``headrace_in_vllm.Extension``."""
+    results: list[Any] = (await post(client, "/collective_rpc", {"method": method, "args": arguments}))["results"]
+    return results

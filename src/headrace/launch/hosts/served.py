@@ -45,7 +45,7 @@ def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -
         folder = config.server.weights_dir
         directory = Lease.directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
-        handover = Handover(directory.path, form)
+        handover = Handover(directory.path, form, start.route.deadline_s)
         core = kept.enter_context(served(config, wanted, handover, receiver, RealClock()))
         if own:
             if model.lora is not None:

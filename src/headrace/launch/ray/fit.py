@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from headrace.config.addresses import LOOPBACK
 from headrace.engine.fleet import FleetConfig
 from headrace.errors import ConfigError
 from headrace.launch.config import LaunchConfig, Share
 from headrace.learner import LearnerConfig
 from headrace.models.devices import CPU, CUDA, Devices
 from headrace.sync import SyncConfig
-from headrace.sync.config import LOOPBACK
 
 CROSSES = ("http", "files")
 """Transports that lead from one machine to another."""

@@ -16,6 +16,7 @@ import msgspec
 
 from headrace import __version__
 from headrace.clock import RealClock
+from headrace.config.addresses import LOOPBACK
 from headrace.errors import ConfigError, DeadlineError, RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Errand, Process, Site, Starter
@@ -29,7 +30,6 @@ from headrace.launch.order import Order
 from headrace.launch.processes import teacher_role
 from headrace.launch.ray.cluster import Actor, Cluster, Room, own_address, refuse_absent
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
-from headrace.sync.config import LOOPBACK
 from headrace.types.messages import controller
 from headrace.types.observation import Event
 

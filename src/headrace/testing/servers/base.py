@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from headrace.engine.base import RequestOptions, TokenChunk
 from headrace.engine.local import LocalEngine
 from headrace.engine.native.checks import sampling_problem
+from headrace.engine.vllm.inside.headrace_carried import Carried
 from headrace.errors import RequestError
 from headrace.models.lora import load_adapter
 from headrace.models.weights import DEFAULT, is_adapted
@@ -81,6 +82,8 @@ class FakeServer:
     """It tells the experts of each token."""
     asleep: bool = False
     """It has given its memory back, and does nothing until it is woken."""
+    worker: Carried = field(default_factory=lambda: Carried(torch.device("cpu")))
+    """What is carried to its machine; the same that runs in a real worker."""
     seeds: Iterator[int] = field(default_factory=itertools.count)
     """Of the next answers: requests come without one."""
 

@@ -132,9 +132,19 @@ async def _load_adapter(server: FakeServer, request: Request) -> Any:
 
 async def _inside(server: FakeServer, request: Request) -> Any:
     order = await request.json()
-    if order["method"] == "take_adapter":
-        name, path = order["args"]
-        server.files.adapters[name] = Path(path)
+    worker, arguments = server.worker, order["args"]
+    match order["method"]:
+        case "take_adapter":
+            name, path = arguments
+            server.files.adapters[name] = Path(path)
+        case "carries":
+            return {"results": ["yes"]}
+        case "bring":
+            worker.bring(*arguments)
+        case "brought":
+            return {"results": [worker.brought()]}
+        case "leave":
+            worker.leave()
     return {"results": [None]}
 
 

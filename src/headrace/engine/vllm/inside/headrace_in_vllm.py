@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_carried import Carried  # type: ignore[import-not-found]
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
     WeightTransferEngine,
@@ -100,6 +101,27 @@ class Extension:
         """Put the adapter in the directory ``path`` in the place of the one called ``name``."""
         number = self._numbers()[name]
         self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
+
+    def carries(self) -> str | None:
+        """Something of the one worker of each machine that takes in what is carried there."""
+        return "yes" if self._worker().local_rank == 0 else None
+
+    def bring(self, order: str) -> None:
+        """Begin to take a version in (:meth:`headrace_carried.Carried.bring`)."""
+        if self.carries():
+            self._carried().bring(order)
+
+    def brought(self) -> dict[str, Any] | None:
+        """What has become of that."""
+        told: dict[str, Any] | None = self._carried().brought() if self.carries() else None
+        return told
+
+    def leave(self) -> None:
+        """Nothing more will be brought."""
+        self._carried().leave()
+
+    def _carried(self) -> Any:
+        return self.__dict__.setdefault("carried_of_headrace", Carried(self._worker().device))
 
     def _numbers(self) -> dict[str, int]:
         numbers: dict[str, int] = self.__dict__.setdefault("adapters_of_headrace", {})

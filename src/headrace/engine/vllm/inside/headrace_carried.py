@@ -1,0 +1,169 @@
+"""What of Headrace takes versions in on a machine of a server that shares no folder with the engine's process: one
+worker of each machine, in a thread beside its decoding.
+
+It imports nothing of Headrace, which need not be installed there. The other end: ``headrace/engine/served/carrier.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LOCK = "lock"
+"""Held as long as the room is in use: whoever finds it free may remove the room."""
+_ROOM = re.compile(r"headrace-\d+-")
+_SHARED_MEMORY = Path("/dev/shm")
+_distributed: Any = dist  # much of it is not in torch's stubs
+
+
+class Carried:
+    """The versions that were brought to this machine."""
+
+    def __init__(self, device: torch.device) -> None:
+        """``device``: the worker's, through which NCCL brings them."""
+        self._device = device
+        self._group: _Group | None = None
+        self._room = _Room()
+        self._said: dict[str, Any] = {}
+
+    def bring(self, order: str) -> None:
+        """Begin to take in what ``order`` says, in JSON: ``attempt``, a name of this order; ``group``, which one to
+        join, and how; ``room``, what to call the directory of all versions; ``version``, a number; ``files``, their
+        names and lengths; ``bucket``, bytes at a time."""
+        wanted = json.loads(order)
+        self._said = {"attempt": wanted["attempt"]}
+        threading.Thread(target=self._bring, args=(wanted,), name="bring", daemon=True).start()
+
+    def brought(self) -> dict[str, Any]:
+        """What has become of the last order: its ``attempt``; and when it has ended ``path`` and ``hashes``, or
+        ``error``."""
+        return self._said
+
+    def leave(self) -> None:
+        """Forget everything."""
+        self._group = None
+        self._room.close()
+
+    def _bring(self, order: dict[str, Any]) -> None:
+        said = {"attempt": order["attempt"]}
+        try:
+            group = self._joined(order["group"])
+            directory = self._room.version(order["room"], order["version"])
+            hashes = [group.receive(directory / name, size, order["bucket"]) for name, size in order["files"]]
+            said |= {"path": str(directory), "hashes": hashes}
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever gave the order is told
+            self._group = None
+            said |= {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        if self._said["attempt"] == order["attempt"]:
+            self._said = said
+
+    def _joined(self, wanted: dict[str, Any]) -> _Group:
+        if self._group is None or self._group.name != wanted["name"]:
+            self._group = None
+            self._group = _Group(wanted, self._device)
+        return self._group
+
+
+class _Group:
+    """The engine's process, rank 0, and one worker of each machine."""
+
+    def __init__(self, wanted: dict[str, Any], device: torch.device) -> None:
+        self.name = wanted["name"]
+        host, port, nccl = wanted["host"], wanted["port"], wanted["backend"] == "nccl"
+        self._timeout = timedelta(seconds=wanted["deadline_s"])
+        self._device = device if nccl else torch.device("cpu")
+        if nccl:
+            torch.cuda.set_device(device)  # of this thread
+        store = _distributed.TCPStore(host, port, None, False, self._timeout)
+        place = store.add("members", 1), wanted["size"]
+        if nccl:
+            options = _distributed.ProcessGroupNCCL.Options()
+            make = _distributed.ProcessGroupNCCL
+        else:
+            make = _distributed.ProcessGroupGloo
+            options = make._Options()
+            with socket.create_connection((host, port)) as towards:
+                options._devices = [make.create_device(hostname=towards.getsockname()[0])]
+        options._timeout = self._timeout
+        self._group = make(store, *place, options)
+
+    def receive(self, path: Path, num_bytes: int, bucket_bytes: int) -> str:
+        """Write a file of that length; its SHA-256."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        room = torch.empty(min(num_bytes, bucket_bytes), dtype=torch.uint8, device=self._device)
+        digest = hashlib.sha256()
+        order = dist.BroadcastOptions()
+        order.rootRank = 0
+        order.timeout = self._timeout
+        with path.open("wb") as file:
+            for start in range(0, num_bytes, bucket_bytes):
+                bucket = room[: min(bucket_bytes, num_bytes - start)]
+                self._group.broadcast([bucket], order).wait(self._timeout)
+                data: Any = bucket.cpu().numpy()
+                file.write(data)
+                digest.update(data)
+        return digest.hexdigest()
+
+
+class _Room:
+    """A directory in the shared memory of this machine, which only this user can enter. What others left when they were
+    killed is removed."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._lock = -1
+
+    def version(self, name: str, number: int) -> Path:
+        """An empty directory for a version, in the room of that name. Of those before, the newest stays: it may be
+        about to be loaded."""
+        if self._root is None or self._root.name != name:
+            self.close()
+            self._root = self._made(name)
+        path = self._root / f"v{number}"
+        shutil.rmtree(path, ignore_errors=True)
+        for older in sorted(self._root.glob("v*"), key=lambda each: int(each.name[1:]))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+        path.mkdir()
+        return path
+
+    def close(self) -> None:
+        """Remove it."""
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            os.close(self._lock)
+            self._root = None
+
+    def _made(self, name: str) -> Path:
+        parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        for left in parent.glob("headrace-*"):
+            if _ROOM.match(left.name) and left.is_dir():
+                with contextlib.suppress(OSError):  # in use, or another user's
+                    os.close(_locked(left / LOCK, os.O_RDWR))
+                    shutil.rmtree(left, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=".headrace-", dir=parent))
+        self._lock = _locked(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        return made.rename(parent / name)  # it has its name once it is locked
+
+
+def _locked(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
