@@ -138,6 +138,18 @@ def test_worker_that_never_joins_is_not_waited_for_longer_than_the_deadline(
     assert held(line.carrier.carry(sent, 1)) == held(sent)
 
 
+def test_worker_that_never_ends_is_not_waited_for_longer_than_the_deadline(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = version(tmp_path, 1, weights=b"abc")
+    with monkeypatch.context() as changed:
+        whole = headrace_carried.Carried.brought
+        changed.setattr(headrace_carried.Carried, "brought", lambda self: {"attempt": whole(self)["attempt"]})
+        with pytest.raises(NeedsFull, match="had not arrived 3 s after its last byte was sent"):
+            line.carrier.carry(sent, 1)
+    assert held(line.carrier.carry(sent, 1)) == held(sent)
+
+
 def test_server_that_outlives_a_killed_engine_takes_from_the_next(
     line: Line, tmp_path: Path, shared_memory: Path
 ) -> None:

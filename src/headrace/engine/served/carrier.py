@@ -179,10 +179,7 @@ class Carrier:
         return digest.hexdigest()
 
     def _arrived(self, attempt: str, hashes: list[str]) -> Path:
-        try:
-            told = self._wire.call(self._ended(attempt), self._way.deadline_s + ASK_S)
-        except TimeoutError:
-            raise ValueError(f"it had not arrived {self._way.deadline_s:g} s after its last byte was sent") from None
+        told = self._wire.call(self._in_time(attempt), self._way.deadline_s + ASK_S)
         if any(each.error for each in told):
             raise ValueError("it was not taken in")
         if any(each.hashes != hashes for each in told):
@@ -190,14 +187,21 @@ class Carrier:
         (path,) = {each.path for each in told}
         return Path(path)
 
+    async def _in_time(self, attempt: str) -> list[_Brought]:
+        try:
+            async with asyncio.timeout(self._way.deadline_s):
+                return await self._ended(attempt)
+        except TimeoutError:
+            words = f"it had not arrived {self._way.deadline_s:g} s after its last byte was sent"
+            raise ValueError(words) from None
+
     async def _ended(self, attempt: str) -> list[_Brought]:
         """What the workers say of that order when it is done, or has failed in one."""
-        async with asyncio.timeout(self._way.deadline_s):
-            while True:
-                told = await self._told(attempt)
-                if any(each.error for each in told) or (told and all(each.path for each in told)):
-                    return told
-                await asyncio.sleep(LOOK_S)
+        while True:
+            told = await self._told(attempt)
+            if any(each.error for each in told) or (told and all(each.path for each in told)):
+                return told
+            await asyncio.sleep(LOOK_S)
 
     def _last_words(self, attempt: str) -> str:
         try:

@@ -62,7 +62,9 @@ class Handover:
         for path in self.directory.glob("v*"):
             if int(path.name.removeprefix("v")) < version:
                 shutil.rmtree(path, ignore_errors=True)
-        self._carried = {each: path for each, path in self._carried.items() if each >= version}
+        for each in [*self._carried]:  # another thread may be adding one
+            if each < version:
+                del self._carried[each]
 
     def _written(self, version: int) -> Path:
         return self.directory / f"v{version}"
