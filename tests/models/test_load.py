@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from headrace.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.load import CACHE_LINE
 from tests.models.kinds import tiny
 
 
@@ -161,6 +162,20 @@ def test_dropout_is_off_even_in_training_mode(tmp_path: Path) -> None:
     model = load_model(ModelConfig(path=str(directory))).train()
     ids, plan = torch.arange(3, 12), PackedPlan([4, 5])
     assert torch.equal(forward(model, ids, plan), forward(model, ids, plan))
+
+
+def test_weights_begin_where_a_line_of_the_cache_begins_wherever_they_lie_in_the_file(
+    model_dir: Callable[[str], Path], copy: Path
+) -> None:
+    def loaded(path: Path) -> dict[str, torch.Tensor]:
+        model = load_model(ModelConfig(path=str(path)))
+        assert {parameter.data_ptr() % CACHE_LINE for parameter in model.parameters()} == {0}
+        return model.state_dict()
+
+    found = load_file(copy / "model.safetensors")
+    save_file(found, copy / "model.safetensors", metadata={"format": "pt", "room": "x" * 8})  # they move by a little
+    before, after = loaded(model_dir("qwen3")), loaded(copy)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
 
 
 def test_bfloat16_is_loaded_as_such(model_dir: Callable[[str], Path]) -> None:
