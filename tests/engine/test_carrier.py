@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from headrace.engine.served.launching import Wanted
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.vllm.dialect import ask_workers
 from headrace.engine.vllm.inside import headrace_carried
-from headrace.errors import ConfigError, NeedsFull
+from headrace.errors import ComponentDied, ConfigError, NeedsFull
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_rig import MAX_CONTEXT, served_rig
 from headrace.testing.servers import FakeServer, fake_server
@@ -110,8 +112,8 @@ def test_what_changes_on_the_way_is_refused_and_may_come_again(
     assert held(line.carrier.carry(sent, 1)) == held(sent)
 
 
-def test_machine_without_room_says_so_and_the_next_version_meets_anew(
-    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_machine_without_room_says_so_and_keeps_nothing_and_the_next_version_meets_anew(
+    line: Line, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = version(tmp_path, 1, weights=os.urandom(100_000))
 
@@ -123,6 +125,7 @@ def test_machine_without_room_says_so_and_the_next_version_meets_anew(
         with pytest.raises(NeedsFull, match="No space left on device") as raised:
             line.carrier.carry(sent, 1)
     assert "room in /dev/shm" in raised.value.remedy
+    assert list(shared_memory.glob("*/v*")) == []
     assert held(line.carrier.carry(sent, 1)) == held(sent)
 
 
@@ -134,6 +137,7 @@ def test_worker_that_never_joins_is_not_waited_for_longer_than_the_deadline(
         changed.setattr(headrace_carried.Carried, "bring", lambda *_: None)
         with pytest.raises(NeedsFull) as raised:
             line.carrier.carry(sent, 1)
+    assert "its workers have not joined the group" in raised.value.problem
     assert "TCP connections to 127.0.0.1 (engine.server.weights_host)" in raised.value.remedy
     assert held(line.carrier.carry(sent, 1)) == held(sent)
 
@@ -148,6 +152,68 @@ def test_worker_that_never_ends_is_not_waited_for_longer_than_the_deadline(
         with pytest.raises(NeedsFull, match="had not arrived 3 s after its last byte was sent"):
             line.carrier.carry(sent, 1)
     assert held(line.carrier.carry(sent, 1)) == held(sent)
+
+
+def given_up(line: Line, sent: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[], str]) -> Callable[[], None]:
+    """Carry what the worker does not take in in time; has its thread go on, with ``end`` of the first file."""
+    go_on = threading.Event()
+
+    def stuck(*_: object) -> str:
+        assert go_on.wait(60)
+        return end()
+
+    with monkeypatch.context() as changed:
+        changed.setattr(headrace_carried._Group, "receive", stuck)
+        with pytest.raises(NeedsFull):
+            line.carrier.carry(sent, 1)
+    (late,) = (thread for thread in threading.enumerate() if thread.name == "bring")
+
+    def goes_on() -> None:
+        go_on.set()
+        late.join(60)
+
+    return goes_on
+
+
+def test_failure_of_an_order_that_was_given_up_does_not_touch_the_group_of_the_next(
+    line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> str:
+        raise RuntimeError("too late")
+
+    sent = version(tmp_path, 1, weights=b"abc")
+    goes_on = given_up(line, sent, monkeypatch, fails)
+    there = line.carrier.carry(sent, 1)
+    goes_on()
+    assert held(there) == held(sent)
+    later = version(tmp_path, 2, weights=b"abcd")
+    assert held(line.carrier.carry(later, 2)) == held(later)
+
+
+def test_order_that_was_given_up_leaves_nothing_behind_when_the_engine_has_left(
+    line: Line, tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = given_up(line, version(tmp_path, 1, one=b"abc", two=b"def"), monkeypatch, lambda: "its hash")
+    line.carrier.close()
+    goes_on()
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_connection_that_broke_is_a_dead_server_and_the_engine_can_still_leave(line: Line, tmp_path: Path) -> None:
+    async def breaks() -> None:
+        raise ComponentDied("vLLM does not answer", remedy="look at its log")
+
+    async def begun() -> None:
+        line.wire.spawn(breaks())
+        await asyncio.sleep(60)
+
+    sent = version(tmp_path, 1, weights=b"abc")
+    line.carrier.carry(sent, 1)
+    for _ in range(2):  # while it breaks, and afterwards
+        with pytest.raises(ComponentDied, match=r"the connection to the server .* has ended|vLLM does not answer"):
+            line.wire.call(begun(), 30)
+        line.wire._thread.join(30)
+    line.carrier.close()
 
 
 def test_server_that_outlives_a_killed_engine_takes_from_the_next(
@@ -197,6 +263,7 @@ def test_weights_are_loaded_from_where_they_were_brought(model: Path, tmp_path: 
         ({"weights_by": "gloo", "weights_dir": "/x"}, "weights_dir is a folder that the server sees"),
         ({"weights_host": "10.0.0.1"}, "weights_host='10.0.0.1' is set, and weights_by='files'"),
         ({"weights_by": "gloo", "weights_host": "0.0.0.0"}, "no address that a server could reach"),
+        ({"weights_by": "gloo", "urls": ["http://10.0.0.2:8000"]}, "weights_host='127.0.0.1' is this machine alone"),
     ],
 )
 def test_settings_that_would_do_nothing_are_refused(server: dict[str, str], told: str) -> None:

@@ -123,7 +123,7 @@ class Carrier:
             return self._arrived(attempt, hashes)
         except (OSError, RuntimeError, ValueError) as error:
             self._meeting = None
-            words = self._last_words(attempt) or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            words = self._last_words(attempt) or f"{type(error).__name__}: {_first_line(error)}"
             raise NeedsFull(
                 f"version {version} ({sum(sizes.values())} bytes) was not brought to the server's machines by "
                 f"{self._way.backend}: {words}",
@@ -162,7 +162,10 @@ class Carrier:
     def _met(self, meeting: _Meeting) -> Group:
         place = (0, meeting.terms["size"])
         if self._way.backend == "gloo":
-            return gloo_group(meeting.store, place, self._way.deadline_s, self._way.host)
+            try:
+                return gloo_group(meeting.store, place, self._way.deadline_s, self._way.host)
+            except RuntimeError as error:
+                raise ValueError(f"its workers have not joined the group ({_first_line(error)})") from None
         nccl = torch_distributed.ProcessGroupNCCL
         torch.cuda.set_device(self._way.device)
         options = nccl.Options()
@@ -226,3 +229,7 @@ class Carrier:
 
 def _listening(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config import Section
-from headrace.config.addresses import EVERYWHERE, LOOPBACK
+from headrace.config.addresses import EVERYWHERE, LOOPBACK, is_loopback
 from headrace.errors import ConfigError
 
 
@@ -68,6 +69,13 @@ class ServerConfig(Section):
             raise ConfigError(
                 f"engine.server.weights_host={self.weights_host!r} is no address that a server could reach",
                 remedy="name the address of one interface of this machine",
+            )
+        away = next((url for url in self.urls if not is_loopback(urlsplit(url).hostname or "")), "")
+        if self.weights_by != "files" and away and is_loopback(self.weights_host):
+            raise ConfigError(
+                f"engine.server.weights_host={self.weights_host!r} is this machine alone, and engine.server.urls names "
+                f"{away}, which could not reach it there",
+                remedy="set it to the address at which that machine reaches this one",
             )
         return self
 

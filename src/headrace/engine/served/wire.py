@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -77,10 +78,17 @@ class Wire:
         return self._client
 
     def call(self, work: Coroutine[Any, Any, A], within_s: float) -> A:
-        """What ``work`` returns or raises in the loop. :class:`~headrace.errors.ComponentDied` if it takes longer."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """What ``work`` returns or raises in the loop. :class:`~headrace.errors.ComponentDied` if it takes longer, or
+        the loop is over."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise self._over() from None
         try:
             return future.result(within_s)
+        except CancelledError:
+            raise self._over() from None
         except TookTooLong:
             future.cancel()
             raise ComponentDied(
@@ -95,6 +103,15 @@ class Wire:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task of the loop, which has to be the one that asks."""
         return self._group.create_task(work)
+
+    def _over(self) -> ComponentDied:
+        failure = self.failure
+        while isinstance(failure, BaseExceptionGroup):
+            failure = failure.exceptions[0]
+        if isinstance(failure, ComponentDied):
+            return ComponentDied(failure.problem, remedy=failure.remedy)
+        words = "has ended" if failure is None else f"broke: {type(failure).__name__}: {failure}"
+        return ComponentDied(f"the connection to the server at {self.address} {words}", remedy="look at its log")
 
     def _run(self) -> None:
         try:

@@ -16,9 +16,10 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ _distributed: Any = dist  # much of it is not in torch's stubs
 
 
 class Carried:
-    """The versions that were brought to this machine."""
+    """The versions that were brought to this machine. Only the last order may change anything: the thread of one before
+    it, which is still waiting for bytes, ends."""
 
     def __init__(self, device: torch.device) -> None:
         """``device``: the worker's, through which NCCL brings them."""
@@ -39,13 +41,15 @@ class Carried:
         self._group: _Group | None = None
         self._room = _Room()
         self._said: dict[str, Any] = {}
+        self._changing = threading.Lock()
 
     def bring(self, order: str) -> None:
         """Begin to take in what ``order`` says, in JSON: ``attempt``, a name of this order; ``group``, which one to
         join, and how; ``room``, what to call the directory of all versions; ``version``, a number; ``files``, their
         names and lengths; ``bucket``, bytes at a time."""
         wanted = json.loads(order)
-        self._said = {"attempt": wanted["attempt"]}
+        with self._changing:
+            self._said = {"attempt": wanted["attempt"]}
         threading.Thread(target=self._bring, args=(wanted,), name="bring", daemon=True).start()
 
     def brought(self) -> dict[str, Any]:
@@ -55,27 +59,55 @@ class Carried:
 
     def leave(self) -> None:
         """Forget everything."""
-        self._group = None
-        self._room.close()
+        with self._changing:
+            self._said, self._group = {}, None
+            self._room.close()
 
     def _bring(self, order: dict[str, Any]) -> None:
-        said = {"attempt": order["attempt"]}
+        attempt = order["attempt"]
         try:
-            group = self._joined(order["group"])
-            directory = self._room.version(order["room"], order["version"])
-            hashes = [group.receive(directory / name, size, order["bucket"]) for name, size in order["files"]]
-            said |= {"path": str(directory), "hashes": hashes}
+            said = {"attempt": attempt, **self._taken_in(order)}
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever gave the order is told
-            self._group = None
-            said |= {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        if self._said["attempt"] == order["attempt"]:
+            said = {"attempt": attempt, "error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        with contextlib.suppress(_Overtaken), self._last(attempt):
             self._said = said
+            if "error" in said:
+                self._group = None
+                self._room.drop(order["room"], order["version"])
 
-    def _joined(self, wanted: dict[str, Any]) -> _Group:
-        if self._group is None or self._group.name != wanted["name"]:
-            self._group = None
-            self._group = _Group(wanted, self._device)
-        return self._group
+    def _taken_in(self, order: dict[str, Any]) -> dict[str, Any]:
+        attempt, hashes = order["attempt"], []
+        group = self._joined(order["group"], attempt)
+        with self._last(attempt):
+            directory = self._room.version(order["room"], order["version"])
+        for name, size in order["files"]:
+            with self._last(attempt):
+                file = _opened(directory / name)
+            with file:
+                hashes.append(group.receive(file, size, order["bucket"]))
+        return {"path": str(directory), "hashes": hashes}
+
+    def _joined(self, wanted: dict[str, Any], attempt: str) -> _Group:
+        group = self._group
+        if group is None or group.name != wanted["name"]:
+            with self._last(attempt):
+                self._group = group = None
+            group = _Group(wanted, self._device)
+            with self._last(attempt):
+                self._group = group
+        return group
+
+    @contextlib.contextmanager
+    def _last(self, attempt: str) -> Iterator[None]:
+        """Within this that order is the last one."""
+        with self._changing:
+            if self._said.get("attempt") != attempt:
+                raise _Overtaken("another order came, or the end")
+            yield
+
+
+class _Overtaken(Exception):
+    """An order is not the last one any more."""
 
 
 class _Group:
@@ -96,26 +128,24 @@ class _Group:
         else:
             make = _distributed.ProcessGroupGloo
             options = make._Options()
-            with socket.create_connection((host, port)) as towards:
+            with socket.create_connection((host, port), wanted["deadline_s"]) as towards:
                 options._devices = [make.create_device(hostname=towards.getsockname()[0])]
         options._timeout = self._timeout
         self._group = make(store, *place, options)
 
-    def receive(self, path: Path, num_bytes: int, bucket_bytes: int) -> str:
-        """Write a file of that length; its SHA-256."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def receive(self, file: BinaryIO, num_bytes: int, bucket_bytes: int) -> str:
+        """Write that many bytes; their SHA-256."""
         room = torch.empty(min(num_bytes, bucket_bytes), dtype=torch.uint8, device=self._device)
         digest = hashlib.sha256()
         order = dist.BroadcastOptions()
         order.rootRank = 0
         order.timeout = self._timeout
-        with path.open("wb") as file:
-            for start in range(0, num_bytes, bucket_bytes):
-                bucket = room[: min(bucket_bytes, num_bytes - start)]
-                self._group.broadcast([bucket], order).wait(self._timeout)
-                data: Any = bucket.cpu().numpy()
-                file.write(data)
-                digest.update(data)
+        for start in range(0, num_bytes, bucket_bytes):
+            bucket = room[: min(bucket_bytes, num_bytes - start)]
+            self._group.broadcast([bucket], order).wait(self._timeout)
+            data: Any = bucket.cpu().numpy()
+            file.write(data)
+            digest.update(data)
         return digest.hexdigest()
 
 
@@ -140,6 +170,11 @@ class _Room:
         path.mkdir()
         return path
 
+    def drop(self, name: str, number: int) -> None:
+        """What has come of a version is of no use, and takes the place of another."""
+        if self._root is not None and self._root.name == name:
+            shutil.rmtree(self._root / f"v{number}", ignore_errors=True)
+
     def close(self) -> None:
         """Remove it."""
         if self._root is not None:
@@ -157,6 +192,11 @@ class _Room:
         made = Path(tempfile.mkdtemp(prefix=".headrace-", dir=parent))
         self._lock = _locked(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         return made.rename(parent / name)  # it has its name once it is locked
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("wb")
 
 
 def _locked(path: Path, flags: int) -> int:
