@@ -12,14 +12,14 @@ from pathlib import Path
 from tools.gate.source import Finding, Source
 
 ROOMS = (
-    *("errors", "clock", "environ", "heap", "types", "config", "groups", "models", "engine", "sync", "algo"),
+    *("errors", "clock", "environ", "heap", "buffers", "types", "config", "groups", "models", "engine", "sync", "algo"),
     *("scoring", "env", "bridges", "rollout", "flow", "learner", "checkpoint", "control", "launch", "plan"),
     *("observe", "recipes", "session", "policy", "bench", "compare", "view", "cli", "testing", "headrace"),
     "__main__",
 )
 """A room imports only rooms that stand before it, or itself."""
 
-WITHOUT_TORCH = frozenset({"errors", "clock", "environ", "types", "config", "flow"})
+WITHOUT_TORCH = frozenset({"errors", "clock", "environ", "buffers", "types", "config", "flow"})
 """Rooms of pure data and pure decisions."""
 
 

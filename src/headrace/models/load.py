@@ -9,6 +9,7 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffers import zeros
 from headrace.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
 
@@ -95,9 +97,14 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 def _align(model: PreTrainedModel) -> None:
     """Let weights on a processor begin where a line of its cache begins: they lie anywhere in a safetensors file, and
     reading each vector out of two lines makes an engine of this model a tenth slower."""
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.data_ptr() % CACHE_LINE:
-            parameter.data = parameter.data.clone()
+    import torch
+
+    there = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
+    ends = list(itertools.accumulate(-(-parameter.nbytes // CACHE_LINE) * CACHE_LINE for parameter in there))
+    room = torch.from_numpy(zeros(ends[-1] if ends else 0))
+    for parameter, start in zip(there, [0, *ends], strict=False):
+        place = room[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = place.copy_(parameter.data)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 
 import torch
 import xxhash
 from torch import Tensor
 
+from headrace.buffers import zeros
 from headrace.types.weights import Manifest, TensorEntry
 
 ALIGNMENT_BYTES = 64
@@ -41,7 +41,7 @@ def plan(tensors: Mapping[str, Tensor]) -> Manifest:
 
 def private_memory(num_bytes: int) -> memoryview:
     """Zeroed memory of this process, aligned to a page."""
-    return memoryview(mmap.mmap(-1, max(num_bytes, 1)))[:num_bytes]
+    return memoryview(zeros(num_bytes))  # type: ignore[arg-type]  # arrays are buffers
 
 
 def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:

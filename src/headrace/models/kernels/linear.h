@@ -17,6 +17,7 @@ enum { TOKENS = 3, ROWS = 8 };  // accumulators of a tile: 24 of 32 registers
 enum { TOKENS = 2, ROWS = 4 };
 #endif
 enum { CHUNK = 32, AHEAD = 8 };   // rows of w that a thread takes at once; rows that are fetched ahead of use
+enum { SPREAD = 2, LONG = 256 };  // steps of k to a fetch where tokens are many and K is LONG: more hold up reading x
 enum { BLOCK = 96, HANDFUL = 8 };  // tokens whose x stays in the second cache; tokens of a task that has no product
 
 struct Input {
@@ -34,8 +35,8 @@ struct Norm {  // x / rms(x) · (w + plus)
   float eps, plus;
 };
 
-// R tokens and C rows of w. With FETCH lines of w from `ahead` on are fetched, `fetch` of them per step of k.
-template <int R, int C, bool FETCH>
+// R tokens and C rows of w. `fetch` lines of w from `ahead` on are fetched every EVERY steps of k; 0: none are.
+template <int R, int C, int EVERY>
 static void tile(const Input& in, const Part& p, long m, long n, const float* ahead, int fetch) {
   const long K = in.K;
   const float *x = in.x + m * in.ldx, *w = p.w + n * K;
@@ -43,9 +44,7 @@ static void tile(const Input& in, const Part& p, long m, long n, const float* ah
   UNROLL for (int i = 0; i < R; i++)
     UNROLL for (int j = 0; j < C; j++) acc[i][j] = vec{};
   long k = 0;
-  for (; k + LANES <= K; k += LANES) {
-    if (FETCH)
-      for (int f = 0; f < fetch; f++, ahead += 16) __builtin_prefetch(ahead, 0, 2);
+  auto step = [&]() __attribute__((always_inline)) {
     vec a[R];
     UNROLL for (int i = 0; i < R; i++) {
       a[i] = load(x + i * in.ldx + k);
@@ -56,7 +55,14 @@ static void tile(const Input& in, const Part& p, long m, long n, const float* ah
       HOLD(b);
       UNROLL for (int i = 0; i < R; i++) acc[i][j] += a[i] * b;
     }
-  }
+    k += LANES;
+  };
+  if (EVERY)
+    for (; k + EVERY * LANES <= K;) {
+      for (int f = 0; f < fetch; f++, ahead += 16) __builtin_prefetch(ahead, 0, 2);
+      UNROLL for (int i = 0; i < EVERY; i++) step();
+    }
+  while (k + LANES <= K) step();
   if (k < K)
     for (int i = 0; i < R; i++)
       for (int j = 0; j < C; j++) acc[i][j] += load(x + i * in.ldx + k, K - k) * load(w + j * K + k, K - k);
@@ -78,18 +84,17 @@ static void tile(const Input& in, const Part& p, long m, long n, const float* ah
 // Tokens [first, last) against C rows of w.
 template <int C>
 static void rows(const Input& in, const Part& p, long first, long last, long n) {
-  long tiles = (last - first + TOKENS - 1) / TOKENS;
-  int fetch = (int)((C + tiles - 1) / tiles) * LANES / 16;  // spread over the tiles
+  const long tiles = (last - first + TOKENS - 1) / TOKENS, every = tiles >= SPREAD * C && in.K >= LONG ? SPREAD : 1;
+  const int fetch = (int)((C + tiles - 1) / tiles) * LANES / 16;  // spread over the tiles
   const float *ahead = p.w + (n + AHEAD) * in.K, *end = ahead + C * in.K;
   for (long m = first; m < last;) {
-    long count = last - m >= TOKENS ? TOKENS : last - m >= 2 ? 2 : 1;
-    bool now = ahead < end;
-    auto f = count == TOKENS ? (now ? tile<TOKENS, C, true> : tile<TOKENS, C, false>)
-             : count == 2    ? (now ? tile<2, C, true> : tile<2, C, false>)
-                             : (now ? tile<1, C, true> : tile<1, C, false>);
+    long count = last - m >= TOKENS ? TOKENS : last - m >= 2 ? 2 : 1, now = ahead < end ? every : 0;
+    auto f = count == TOKENS ? (now == SPREAD ? tile<TOKENS, C, SPREAD> : now ? tile<TOKENS, C, 1> : tile<TOKENS, C, 0>)
+             : count == 2    ? (now ? tile<2, C, 1> : tile<2, C, 0>)
+                             : (now ? tile<1, C, 1> : tile<1, C, 0>);
     f(in, p, m, n, ahead, fetch);
     m += count;
-    ahead += now ? fetch * in.K : 0;
+    ahead += now ? fetch * in.K / now : 0;
   }
 }
 

@@ -24,13 +24,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.buffers import zeros
 from headrace.models.attention import Rule
 
 BLOCK = 16
 """Places of a block: what a shared prefix is cut into."""
-
-_LINE = 64
-"""Bytes of a line of the processor's caches: where pools begin."""
 
 Index = npt.NDArray[np.int64]
 
@@ -100,9 +98,7 @@ class PagedCache:
         if torch.device(self._device).type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         num_bytes = math.prod(shape) * self._dtype.itemsize  # torch.zeros would write all of them, seconds long
-        raw = torch.from_numpy(np.zeros(num_bytes + _LINE, np.uint8))
-        start = -raw.data_ptr() % _LINE
-        return raw[start : start + num_bytes].view(self._dtype).view(shape)
+        return torch.from_numpy(zeros(num_bytes)).view(self._dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
