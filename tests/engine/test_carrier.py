@@ -95,6 +95,11 @@ def test_files_arrive_as_they_are_and_the_newest_version_but_one_stays_until_the
     assert list(shared_memory.iterdir()) == []
 
 
+def test_empty_file_arrives_too(line: Line, tmp_path: Path) -> None:
+    sent = version(tmp_path, 1, first=b"", weights=b"abc", zero=b"")
+    assert held(line.carrier.carry(sent, 1)) == held(sent)
+
+
 def test_what_changes_on_the_way_is_refused_and_may_come_again(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
