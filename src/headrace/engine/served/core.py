@@ -34,7 +34,7 @@ from headrace.engine.served.records import Routes
 from headrace.engine.served.server import Server
 from headrace.engine.served.streams import Streams, StreamTerms
 from headrace.engine.served.wire import Wire
-from headrace.errors import ComponentDied, EngineFull, RequestError, WeightsError
+from headrace.errors import EngineFull, RequestError, WeightsError
 from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
@@ -334,15 +334,8 @@ class ServedEngine:
         return chunks
 
     def _refuse_broken(self) -> None:
-        failure = self._wire.failure
-        while isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
-        if isinstance(failure, ComponentDied):
-            raise failure
-        if failure is not None:
-            raise ComponentDied(
-                f"the connection to {self._name} broke: {type(failure).__name__}: {failure}", remedy="report this"
-            ) from failure
+        if self._wire.failure is not None:
+            raise self._wire.over() from self._wire.failure
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
         self._swap = self._wire.spawn(self._streams.swap(version, mode))

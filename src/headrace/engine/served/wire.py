@@ -24,6 +24,9 @@ A = TypeVar("A")
 CONNECT_S = 20.0
 """Longest that a connection may take; how long an answer takes, whoever waits for it says."""
 
+END_S = 5.0
+"""Longest that the tasks of a loop that is over may take to end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
@@ -84,11 +87,11 @@ class Wire:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
             work.close()
-            raise self._over() from None
+            raise self.over() from None
         try:
             return future.result(within_s)
         except CancelledError:
-            raise self._over() from None
+            raise self.over() from None
         except TookTooLong:
             future.cancel()
             raise ComponentDied(
@@ -104,7 +107,9 @@ class Wire:
         """A task of the loop, which has to be the one that asks."""
         return self._group.create_task(work)
 
-    def _over(self) -> ComponentDied:
+    def over(self) -> ComponentDied:
+        """Why nothing can be asked any more."""
+        self._thread.join(END_S)  # it knows when the last of its tasks has ended
         failure = self.failure
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
