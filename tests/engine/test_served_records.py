@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headrace.engine import EngineConfig
 from headrace.engine.served.answer import Answer, Part
 from headrace.engine.served.dialect import Ask
-from headrace.engine.served.forms import Form, adapters_in
+from headrace.engine.served.forms import Form
 from headrace.engine.served.launching import Wanted
 from headrace.engine.served.records import Routes, numbers, refuse_kept, unpacked
 from headrace.engine.served.wire import Address
@@ -192,9 +192,9 @@ def test_each_adapter_of_a_version_is_as_peft_keeps_it(mixture: Path, tmp_path: 
         name: tensor.shape for name, tensor in held.items()
     }
     form.write(held, tmp_path)
-    assert [path.name for path in adapters_in(tmp_path)] == ["default", "solver"] == sorted(form.adapters.values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["default", "solver"] == sorted(form.folders)
     own = dict(model.named_parameters())
-    for path in adapters_in(tmp_path):
+    for path in tmp_path.iterdir():
         tree, tensors = read_adapter(path)
         assert tree["r"] == 4
         assert len(tensors) == 2 * 3
