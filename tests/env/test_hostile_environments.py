@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from headrace.errors import EpisodeError
@@ -20,6 +19,7 @@ from headrace.types.episode import EpisodeKey, StopReason
 from tests.env.crews import crew, task
 from tests.env.hostile import CAUSES, ENVIRONMENT, KEEP, QUICK, judged
 from tests.env.tasks import make_env_run
+from tests.launch.workers import parts_here
 from tests.scoring.hostile import CAUSES as REWARD_CAUSES
 from tests.scoring.hostile import DEEDS
 from tests.scoring.hostile import EITHER as REWARD_EITHER
@@ -36,13 +36,11 @@ REWARD = (
 
 @pytest.mark.parametrize("entry", CAUSES)
 def test_each_hostile_environment_is_counted_for_what_it_did_and_the_others_go_on(tmp_path: Path, entry: str) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    before = parts_here()
     counted = judged(tmp_path, entry, [*QUICK[entry], "fine 1", "fine 2"], timeout_s=6, within_s=100)
     assert counted.total() == len(QUICK[entry]) + 2
     assert counted[""] >= 3
-    here = psutil.Process()
-    strays = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and here in p.parents()]
-    assert not [p for p in strays if "headrace.launch.hosts.main" in " ".join(p.info["cmdline"] or ())]
+    assert not parts_here() - before
     assert all(log.stat().st_size < 2 * KEEP.log_bytes for log in tmp_path.glob("environment-*.log"))
 
 

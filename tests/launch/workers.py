@@ -116,3 +116,15 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def parts_here() -> set[psutil.Process]:
+    """The parts that this process has started, and their parts, as far as they live."""
+
+    def is_part(process: psutil.Process) -> bool:
+        try:
+            return "headrace.launch.hosts.main" in " ".join(process.cmdline())
+        except psutil.Error:  # it has just ended
+            return False
+
+    return {process for process in psutil.Process().children(recursive=True) if is_part(process)}

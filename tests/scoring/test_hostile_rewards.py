@@ -6,11 +6,10 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 from headrace.session import load_config, train
-from tests.launch.workers import KEEP
+from tests.launch.workers import KEEP, parts_here
 from tests.scoring.hostile import CAUSES, EITHER, REWARD, judged
 from tests.session.runs import make_run, tiny_model
 
@@ -18,15 +17,13 @@ DEEDS = [*CAUSES, *EITHER]
 
 
 def test_each_hostile_reward_is_counted_for_what_it_did_and_the_others_are_scored(tmp_path: Path) -> None:
-    before = {process.pid for process in psutil.process_iter()}
+    before = parts_here()
     quick = [deed for deed in DEEDS if CAUSES.get(deed) != "reward_crashed" and deed not in EITHER]
     deeds = [*quick, "quit", "accuse", "everybody", "daemon", "fork", "eat", "fine 1", "fine 2"]
     counted = judged(tmp_path, deeds, timeout_s=10)
     assert counted.total() == len(deeds)
     assert counted[""] == 4
-    here = psutil.Process()
-    strays = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and here in p.parents()]
-    assert not [p for p in strays if "headrace.launch.hosts.main" in " ".join(p.info["cmdline"] or ())]
+    assert not parts_here() - before
     assert all(log.stat().st_size < 2 * KEEP.log_bytes for log in tmp_path.glob("scorer-*.log"))
 
 
