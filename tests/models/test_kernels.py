@@ -54,6 +54,16 @@ def test_products_are_those_of_double_precision(m: int, n: int, k: int, bias: bo
     assert float(((loaded.linear(x, w, b if bias else None) - wanted).abs() / magnitude).max()) < 1e-6
 
 
+@pytest.mark.parametrize("k", [256, 279, 304])
+def test_products_of_many_tokens_and_long_rows_are_right_and_those_of_few(ops: Kernels, k: int) -> None:
+    x, w = drawn(200, k), drawn(77, k, seed=1)  # weights are fetched at another pace there
+    whole = ops.linear(x, w, None)
+    magnitude = F.linear(x.double().abs(), w.double().abs())
+    assert float(((whole - F.linear(x.double(), w.double())).abs() / magnitude).max()) < 1e-6
+    for size in (1, 2, 8, 40, 64, 97, 199):
+        assert torch.equal(ops.linear(x[:size], w, None), whole[:size]), size
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_tokens_product_has_the_same_bits_in_every_batch(ops: Kernels, threads: int) -> None:
     x, w, b = drawn(200, 131), drawn(77, 131, seed=1), drawn(77, seed=2)
@@ -208,6 +218,7 @@ def test_kernels_for_lesser_processors_are_right_and_invariant(tmp_path: Path, t
     lesser = open_kernels(tmp_path, target)
     if isinstance(lesser, Unavailable):
         pytest.skip(lesser.reason)
+    test_products_of_many_tokens_and_long_rows_are_right_and_those_of_few(lesser, 279)
     test_a_tokens_product_has_the_same_bits_in_every_batch(lesser, 2)
     test_norm_mlp_and_log_softmax_are_those_of_double_precision(lesser, 100)
     test_norm_mlp_and_log_softmax_have_the_same_bits_in_every_batch(lesser)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 CONNECT_S = 20.0
 """Longest that a connection may take; how long an answer takes, whoever waits for it says."""
-
 END_S = 5.0
 """Longest that the tasks of a loop that is over may take to end."""
 
