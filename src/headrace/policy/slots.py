@@ -28,6 +28,7 @@ class Slots:
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
         self._manifest = plan(source)
         self._source = list(source.values())
+        self._names = list(source)
         self._target = [target[name] for name in source]
         first = [tensor.data for tensor in self._target]
         self._slots = (first, [torch.empty_like(tensor) for tensor in first])
@@ -66,6 +67,10 @@ class Slots:
         """Refuse what is not the latest copy."""
         if update.version != self._copied:
             raise WeightsError(f"version {update.version} is not the latest copy", remedy="publish again")
+
+    def staged(self) -> dict[str, Tensor]:
+        """The latest copy, by name."""
+        return dict(zip(self._names, self._slots[1 - self._used], strict=True))
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         """Use the copy of ``version``, in ``parts`` changes; refused at once if it is not there."""

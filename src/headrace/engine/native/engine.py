@@ -7,8 +7,8 @@
              which tokens sample; append to the columns       a commit that waited for that happens
 
 :mod:`.scheduler` decides, :mod:`.blocks` keeps the books of the cache, :mod:`.rows` holds what is known of each
-sequence, :mod:`.swaps` owns the weights' version. The model is never copied, and nothing derived from its weights is
-kept between steps: a commit changes where parameters point, and the next pass uses them.
+sequence, :mod:`.swaps` owns the weights' version, :mod:`.packing` lays weights out for the kernels while they are
+staged. A commit changes where parameters point, and the next pass uses them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from headrace.engine.native.deadlines import Deadlines
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.memory import make_cache
 from headrace.engine.native.outbox import Outbox
+from headrace.engine.native.packing import Packing
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import Routes
 from headrace.engine.native.rows import Flags, Follower, Index, Rows
@@ -88,11 +89,12 @@ class NativeEngine:
         decode: Decode | None = None,
     ) -> None:
         refuse_long(max_context, model.config.max_position_embeddings)
-        self._model, self._config, self._clock, self._receiver = model, config, clock, receiver
+        self._model, self._config, self._clock = model, config, clock
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _kernels(model, config), cache_shapes(model)
+        self._weights = Packing(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64))
@@ -109,7 +111,7 @@ class NativeEngine:
         self._scheduler = Scheduler(
             self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin
         )  # fmt: skip
-        self._swaps = Swaps(receiver, self._scheduler, self._rows, self._pool, clock)
+        self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
         self._scorer = Scorer(model, self._cache, self._maker, exact)
         bounds = Bounds(
             vocab_size=self._vocab_size,
@@ -134,6 +136,7 @@ class NativeEngine:
             "cache_bytes": self._cache.num_bytes,
             "routing_bytes": self._routes.num_bytes,
             "pinned_bytes": self._pins.num_bytes,
+            "packed_bytes": self._weights.num_bytes,
         }
 
     def add(self, request: GenerateRequest) -> None:
@@ -189,7 +192,7 @@ class NativeEngine:
             self._scheduler.give_back(table)
 
     def stage(self, update: WeightUpdate) -> None:
-        self._receiver.stage(update)
+        self._weights.stage(update)
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
         self._swaps.begin(version, mode, self._config.stream_steps, self._paused_s)

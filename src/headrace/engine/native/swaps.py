@@ -9,9 +9,11 @@ Whatever the mode, blocks of the old weights are found by nobody from then on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.engine.native.blocks import BlockPool
@@ -31,6 +33,10 @@ class WeightReceiver(Protocol):
 
     def stage(self, update: WeightUpdate) -> None:
         """Verify ``update``, in any thread; raises :class:`~headrace.errors.WeightsError`."""
+        ...
+
+    def staged(self) -> Mapping[str, Tensor]:
+        """What is staged and not in use yet, by the names of the model's parameters."""
         ...
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from headrace.clock import Clock
 from headrace.engine.native import NativeEngine
 from headrace.engine.server.chat import Words
@@ -27,6 +29,10 @@ class LoadedWeights:
         raise WeightsError(
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
+
+    def staged(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         """Only the first version is there, and there is nothing to exchange."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from headrace.models.attention import PLAN, forward
 from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
 from headrace.models.kernels.ops import Decoder, Kernels, Step, norm_of, point, turn_of
+from headrace.models.kernels.panels import Product
 from headrace.models.paged.base import Geometry, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.shapes import cache_shapes
@@ -59,14 +60,14 @@ class FusedDecoder(Fused):
             getattr(module, name).__dict__["forward"] for name in _PARTS
         )
         parts = (*self._attention.parts, self._attention.out, *self._mlp.parts)
-        self._linears: list[tuple[str, nn.Linear]] = list(
+        self._products: list[tuple[str, Product]] = list(
             zip(("q", "k", "v", "out", "gate", "up", "down"), parts, strict=True)
         )
         self._heads = self._attention.sizes[0][0]
         queries, keys, values = ((heads, size) for heads, size in self._attention.sizes)
         mixed = queries[0] * values[1]
-        inner = 2 * (parts[4].out_features + _GAP)
-        self._hidden = parts[0].in_features
+        inner = 2 * (parts[4].linear.out_features + _GAP)
+        self._hidden = parts[0].linear.in_features
         self._scratch = self._hidden + sum(h * size for h, size in (queries, keys, values)) + mixed + inner
 
     def compute(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -91,8 +92,8 @@ class FusedDecoder(Fused):
         parts = Decoder(
             norm_of(self._before.norm), norm_of(self._after.norm), *(norm_of(norm) for norm in self._attention.norms)
         )
-        for name, linear in self._linears:
-            point(getattr(parts, name), (linear.weight, linear.bias))
+        for name, product in self._products:
+            point(getattr(parts, name), product.weights())
         return parts
 
 

@@ -24,6 +24,7 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import FuseReport, fuse
 from headrace.models.kernels.fused import Fused, FusedAttention, turn_halves
 from headrace.models.kernels.ops import Kernels, kernels
+from headrace.models.kernels.panels import Weights
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.routing import find_routing
@@ -158,17 +159,18 @@ class _Attention:
             self._parameters(),
         )
         mixed = kwargs[PLAN].attend(*qkv, fused.rule)
-        out: Tensor = fused.out(mixed.flatten(1)[None])
+        out: Tensor = fused.out.linear(mixed.flatten(1)[None])
         return out, None
 
     def _parameters(self) -> Several:
-        linear = [tensor for part in self.fused.parts for tensor in (part.weight, part.bias) if tensor is not None]
+        linears = [part.linear for part in self.fused.parts]
+        linear = [tensor for part in linears for tensor in (part.weight, part.bias) if tensor is not None]
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
 
     def _plain(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> Several:
         shaped = []
         for part, size, norm in zip(self.fused.parts, self.fused.sizes, (*self.fused.norms, None), strict=True):
-            tensor = nn.functional.linear(x[0], part.weight, part.bias).unflatten(-1, size)
+            tensor = nn.functional.linear(x[0], part.linear.weight, part.linear.bias).unflatten(-1, size)
             if norm is not None:
                 weight, eps, plus = norm
                 tensor = tensor * torch.rsqrt(tensor.square().mean(-1, keepdim=True) + eps) * (weight + plus)
@@ -192,7 +194,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     def compiled(*tensors: Tensor) -> Several:
         x, w, *b = (tensor.contiguous() for tensor in tensors)
-        return (loaded.linear(x, w, b[0] if b else None),)
+        return (loaded.linear(x, Weights(w, *b)),)
 
     given = (input, weight) if bias is None else (input, weight, bias)
     return _recomputed(compiled, lambda *tensors: (nn.functional.linear(*tensors),), given, ())[0]

@@ -8,7 +8,7 @@
 
 What a module computes is not read off its class: a swap stays only if it gives what the module gave on a probe of a few
 tokens, and all swaps stay only if the whole model's logits do. Parameters are looked up at every call, so that weights
-may be exchanged underneath (``parameter.data = view``).
+may be exchanged underneath (``parameter.data = view``), and with them what was packed of them (:mod:`.panels`).
 
 Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabulary.
 """
@@ -106,6 +106,7 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 def unfuse(model: nn.Module) -> None:
     """Give every module its own forward back."""
     for module in model.modules():
+        module.__dict__.pop("product", None)
         if isinstance(module.__dict__.get("forward"), Fused):
             del module.forward
 
@@ -175,7 +176,7 @@ def _swap(fused: Fused, seen: Seen | None) -> str | None:
 
 def _probe(fused: Fused) -> Tensor:
     """Rows of very different sizes, so that an epsilon shows."""
-    inner = fused.parts[0] if isinstance(fused, FusedGated) else fused.module
+    inner = fused.parts[0].linear if isinstance(fused, FusedGated) else fused.module
     width = inner.in_features if isinstance(inner, nn.Linear) else inner.weight.numel()  # type: ignore[operator]
     rows = torch.randn(3, int(width), generator=torch.Generator().manual_seed(0))
     return (rows * torch.tensor([[1.0], [1e-3], [4.0]]))[None]

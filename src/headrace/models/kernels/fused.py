@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, Rule
 from headrace.models.kernels.ops import Kernels, Norm
+from headrace.models.kernels.panels import Product, product_of
 
 TOLERANCE = 1e-4
 """Largest difference of a probe's numbers, relative to their largest."""
@@ -40,10 +41,12 @@ class Fused:
 class FusedLinear(Fused):
     """A linear module."""
 
-    module: nn.Linear
+    def __init__(self, module: nn.Linear, ops: Kernels) -> None:
+        super().__init__(module, ops)
+        self.product = product_of(module)
 
     def compute(self, input: Tensor) -> Tensor:
-        return self.ops.linear(input, self.module.weight, self.module.bias)
+        return self.ops.linear(input, self.product.weights())
 
 
 class FusedNorm(Fused):
@@ -62,11 +65,12 @@ class FusedGated(Fused):
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
         super().__init__(module, ops)
-        self.parts: list[nn.Linear] = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
+        self.parts: list[Product] = [
+            product_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
+        ]
 
     def compute(self, x: Tensor) -> Tensor:
-        gate, up, down = self.parts
-        return self.ops.gated(x, (gate.weight, gate.bias), (up.weight, up.bias), (down.weight, down.bias))
+        return self.ops.gated(x, *(part.weights() for part in self.parts))
 
 
 class FusedAttention(Fused):
@@ -74,15 +78,15 @@ class FusedAttention(Fused):
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: Seen) -> None:
         super().__init__(module, ops)
-        self.parts: list[nn.Linear] = [getattr(module, name) for name in ("q_proj", "k_proj", "v_proj")]
-        self.out: nn.Linear = module.o_proj  # type: ignore[assignment]
+        self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
         self.norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
         self.rule = seen.rule
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Queries ``[N, H, E]``, keys and values, as the plan takes them."""
-        joined = self.ops.linears(x, [(part.weight, part.bias) for part in self.parts])[0]
+        joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
         widths = [heads * size for heads, size in self.sizes]
         apart = joined.split(widths, -1)
         shaped = tuple(part.unflatten(-1, size) for part, size in zip(apart, self.sizes, strict=True))
@@ -95,7 +99,7 @@ class FusedAttention(Fused):
     ) -> tuple[Tensor, None]:
         query, key, value = self.qkv(hidden_states, position_embeddings)
         mixed = kwargs[PLAN].attend(query, key, value, self.rule)
-        return self.ops.linear(mixed.flatten(1)[None], self.out.weight, self.out.bias), None
+        return self.ops.linear(mixed.flatten(1)[None], self.out.weights()), None
 
 
 def turn_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

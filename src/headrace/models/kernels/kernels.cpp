@@ -5,9 +5,14 @@
 enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
 
-struct Decoder {  // the parts of a decoder layer; of the products only w, bias and N are given
+struct Decoder {  // the parts of a decoder layer; of the products only w, panels, bias and N are given
   Norm before, after, query, key;
   Part q, k, v, out, gate, up, down;
+};
+struct Weight {  // w [N, K], and where its panels go
+  const float* w;
+  float* panels;
+  long N, K;
 };
 struct Step {
   const float* x;        // [M, q.K]
@@ -17,6 +22,17 @@ struct Step {
 };
 
 extern "C" {
+
+int hr_panel() { return PANEL; }
+
+void hr_pack(const Weight* weights, long num, int threads) {
+  together(threads, [&](Member& me) {
+    me.each(num, [&](long i) {
+      const Weight& each = weights[i];
+      for (long n = 0; n < each.N; n += PANEL) pack(each.w, each.N, each.K, n, each.panels + n * each.K);
+    });
+  });
+}
 
 // Several products with one x.
 void hr_linear(const Input* in, const Part* parts, long num_parts, int threads) {

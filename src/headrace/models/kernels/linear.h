@@ -1,32 +1,37 @@
-// Products with weights as they lie in memory, and what stands beside them in a layer: the phases of calls.
+// Products, and what stands beside them in a layer: the phases of calls.
+//
+// Weights are read in panels: PANEL rows, whose numbers of one k lie side by side. Who keeps weights for many calls packs
+// them beforehand; others' are packed on the way, panel by panel.
 //
 // Batch-invariant: what a token gets is computed by the same operations in the same order whatever other tokens are in
-// the call, and however many threads work. Element (m, n) of a product is LANES partial sums, lane l over
-// k = l, l + LANES, ..., then one tree over the lanes.
+// the call, and however many threads work. Element (m, n) of a product is one sum over k = 0, 1, ..., fused multiply-adds.
 //
 // Legend: M tokens, K inputs, N outputs, x [M, K], w [N, K], y [M, N]; ld*: numbers from one row to the next.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <utility>
+#include <vector>
 #include "team.h"
 #include "vec.h"
 
 #ifdef __AVX512F__
-enum { TOKENS = 3, ROWS = 8 };  // accumulators of a tile: 24 of 32 registers
+enum { TOKENS = 13 };  // of a tile: 26 sums in 32 registers
 #else
-enum { TOKENS = 2, ROWS = 4 };
+enum { TOKENS = 6 };   // 12 in 16
 #endif
-enum { CHUNK = 32, AHEAD = 8 };   // rows of w that a thread takes at once; rows that are fetched ahead of use
-enum { SPREAD = 2, LONG = 256 };  // steps of k to a fetch where tokens are many and K is LONG: more hold up reading x
-enum { BLOCK = 96, HANDFUL = 8 };  // tokens whose x stays in the second cache; tokens of a task that has no product
+enum { PANEL = 2 * LANES, LINE = 16, STEPS = 2 };  // rows; numbers; of k
+enum { BLOCK = 8 * TOKENS, HANDFUL = 8 };  // tokens whose x stays in the second cache; of a task that has no product
 
 struct Input {
   const float* x;
   long ldx, M, K;
 };
-struct Part {             // one of several products with the same x: y = x wᵀ + bias + add
-  const float *w, *bias;  // bias may be null
-  const float* add;       // laid as y, may be y or null
+struct Part {            // one of several products with the same x: y = x wᵀ + bias + add
+  const float* w;
+  const float* panels;   // w packed; null: it is packed on the way
+  const float* bias;     // may be null
+  const float* add;      // laid as y, may be y or null
   float* y;
   long N, ldy;
 };
@@ -35,89 +40,137 @@ struct Norm {  // x / rms(x) · (w + plus)
   float eps, plus;
 };
 
-// R tokens and C rows of w. `fetch` lines of w from `ahead` on are fetched every EVERY steps of k; 0: none are.
-template <int R, int C, int EVERY>
-static void tile(const Input& in, const Part& p, long m, long n, const float* ahead, int fetch) {
-  const long K = in.K;
-  const float *x = in.x + m * in.ldx, *w = p.w + n * K;
-  vec acc[R][C];
-  UNROLL for (int i = 0; i < R; i++)
-    UNROLL for (int j = 0; j < C; j++) acc[i][j] = vec{};
-  long k = 0;
-  auto step = [&]() __attribute__((always_inline)) {
-    vec a[R];
-    UNROLL for (int i = 0; i < R; i++) {
-      a[i] = load(x + i * in.ldx + k);
-      HOLD(a[i]);
+INLINE long count_panels(long N) { return (N + PANEL - 1) / PANEL; }
+
+// LANES rows of LANES numbers, ld apart, to columns PANEL apart.
+INLINE void transpose(const float* from, long ld, float* to) {
+  vec row[LANES], mixed[LANES];
+  UNROLL16 for (int i = 0; i < LANES; i++) row[i] = load(from + i * ld);
+  UNROLL for (int half = LANES / 2, round = 1; round < LANES; round *= 2) {
+    UNROLL16 for (int i = 0; i < half; i++) {
+      mixed[2 * i] = zip_low(row[i], row[i + half]);
+      mixed[2 * i + 1] = zip_high(row[i], row[i + half]);
     }
-    UNROLL for (int j = 0; j < C; j++) {
-      vec b = load(w + j * K + k);
-      HOLD(b);
-      UNROLL for (int i = 0; i < R; i++) acc[i][j] += a[i] * b;
+    UNROLL16 for (int i = 0; i < LANES; i++) row[i] = mixed[i];
+  }
+  UNROLL16 for (int i = 0; i < LANES; i++) store(to + i * PANEL, row[i]);
+}
+
+// What comes after the panel that is worked on, to be fetched meanwhile: so many lines.
+struct Fetch {
+  const float* at;
+  long lines;
+
+  void next(long count) {
+    if (lines <= 0) return;
+    for (long i = 0; i < count; i++, at += LINE) __builtin_prefetch(at, 0, 2);
+    lines -= count;
+  }
+};
+
+// Rows [n, n + PANEL) of w; those beyond the last are zeros.
+static void pack(const float* w, long N, long K, long n, float* panel) {
+  const long rows = std::min<long>(PANEL, N - n);
+  w += n * K;
+  if (rows < PANEL) std::fill_n(panel, PANEL * K, 0.0f);
+  for (long r = 0; r < rows; r += LANES) {
+    long k = 0;
+    if (r + LANES <= rows)
+      for (; k + LANES <= K; k += LANES) transpose(w + r * K + k, K, panel + k * PANEL + r);
+    for (; k < K; k++)
+      for (long i = r; i < std::min<long>(rows, r + LANES); i++) panel[k * PANEL + i] = w[i * K + k];
+  }
+}
+
+// R tokens and a panel.
+template <int R>
+static void tile(const Input& in, const Part& p, const float* panel, long m, long n, Fetch& fetch, long at_once) {
+  const long ldx = in.ldx, K = in.K;
+  const float* x = in.x + m * ldx;
+  Fetch ahead = fetch;  // in registers
+  vec low[R], high[R];
+  UNROLL16 for (int i = 0; i < R; i++) low[i] = high[i] = vec{};
+  auto step = [&](long k) __attribute__((always_inline)) {
+    vec a = load(panel + k * PANEL), b = load(panel + k * PANEL + LANES);
+    HOLD(a);
+    HOLD(b);
+    UNROLL16 for (int i = 0; i < R; i++) {
+      vec each = all(x[i * ldx + k]);
+      low[i] += each * a, high[i] += each * b;
     }
-    k += LANES;
   };
-  if (EVERY)
-    for (; k + EVERY * LANES <= K;) {
-      for (int f = 0; f < fetch; f++, ahead += 16) __builtin_prefetch(ahead, 0, 2);
-      UNROLL for (int i = 0; i < EVERY; i++) step();
-    }
-  while (k + LANES <= K) step();
-  if (k < K)
-    for (int i = 0; i < R; i++)
-      for (int j = 0; j < C; j++) acc[i][j] += load(x + i * in.ldx + k, K - k) * load(w + j * K + k, K - k);
-  UNROLL for (int i = 0; i < R; i++) {
-    long at = (m + i) * p.ldy + n;
-    if (C == 1) {
-      float s = sum(acc[i][0]) + (p.bias ? p.bias[n] : 0.0f);
-      p.y[at] = p.add ? p.add[at] + s : s;
+  long k = 0;
+  for (; k + STEPS <= K; k += STEPS) {
+    ahead.next(at_once);
+    UNROLL for (int i = 0; i < STEPS; i++) step(k + i);
+  }
+  for (; k < K; k++) step(k);
+  fetch = ahead;
+  const long lanes = p.N - n;
+  UNROLL16 for (int i = 0; i < R; i++) {
+    const long at = (m + i) * p.ldy + n;
+    if (lanes >= PANEL) {
+      if (p.bias) low[i] += load(p.bias + n), high[i] += load(p.bias + n + LANES);
+      if (p.add) low[i] = load(p.add + at) + low[i], high[i] = load(p.add + at + LANES) + high[i];
+      store(p.y + at, low[i]), store(p.y + at + LANES, high[i]);
     } else {
-      UNROLL for (int j = 0; j + 4 <= C; j += 4) {
-        quad s = sum4(acc[i][j], acc[i][(j + 1) % C], acc[i][(j + 2) % C], acc[i][(j + 3) % C]);
-        s += p.bias ? *(const quad*)(p.bias + n + j) : quad{};
-        *(quad*)(p.y + at + j) = p.add ? *(const quad*)(p.add + at + j) + s : s;
+      for (long j = 0; j < lanes; j += LANES) {
+        const long some = std::min<long>(LANES, lanes - j);
+        vec sum = j ? high[i] : low[i];
+        if (p.bias) sum += load(p.bias + n + j, some);
+        store(p.y + at + j, p.add ? load(p.add + at + j, some) + sum : sum, some);
       }
     }
   }
 }
 
-// Tokens [first, last) against C rows of w.
-template <int C>
-static void rows(const Input& in, const Part& p, long first, long last, long n) {
-  const long tiles = (last - first + TOKENS - 1) / TOKENS, every = tiles >= SPREAD * C && in.K >= LONG ? SPREAD : 1;
-  const int fetch = (int)((C + tiles - 1) / tiles) * LANES / 16;  // spread over the tiles
-  const float *ahead = p.w + (n + AHEAD) * in.K, *end = ahead + C * in.K;
-  for (long m = first; m < last;) {
-    long count = last - m >= TOKENS ? TOKENS : last - m >= 2 ? 2 : 1, now = ahead < end ? every : 0;
-    auto f = count == TOKENS ? (now == SPREAD ? tile<TOKENS, C, SPREAD> : now ? tile<TOKENS, C, 1> : tile<TOKENS, C, 0>)
-             : count == 2    ? (now ? tile<2, C, 1> : tile<2, C, 0>)
-                             : (now ? tile<1, C, 1> : tile<1, C, 0>);
-    f(in, p, m, n, ahead, fetch);
-    m += count;
-    ahead += now ? fetch * in.K / now : 0;
-  }
+using Tiles = void (*)(const Input&, const Part&, const float*, long, long, Fetch&, long);
+template <int... R>
+static Tiles tile_of(long tokens, std::integer_sequence<int, R...>) {
+  static const Tiles all[] = {tile<R + 1>...};
+  return all[tokens - 1];
 }
 
-INLINE long chunks(long N) { return (N + CHUNK - 1) / CHUNK; }
+// Where the weights of panel c of a product lie; they are of one size, packed or not, but for the last.
+INLINE const float* weights_of(const Part& p, long K, long c) { return (p.panels ? p.panels : p.w) + c * PANEL * K; }
 
-// Chunk c of the rows of w.
-static void product(const Input& in, const Part& p, long c) {
-  long last = std::min<long>(p.N, (c + 1) * CHUNK);
-  for (long m = 0; m < in.M; m += BLOCK) {
-    long end = std::min<long>(in.M, m + BLOCK), n = c * CHUNK;
-    for (; n + ROWS <= last; n += ROWS) rows<ROWS>(in, p, m, end, n);
-    for (; n < last; n++) rows<1>(in, p, m, end, n);
+// Tokens against panel c of a product; `next` (null: nothing) is what the thread reads after it.
+static void product(const Input& in, const Part& p, long c, const float* next) {
+  if (!in.M) return;
+  static thread_local std::vector<float> room;
+  const long lines = PANEL * in.K / LINE, tiles = (in.M + TOKENS - 1) / TOKENS;
+  const float* panel = weights_of(p, in.K, c);
+  Fetch fetch{next, next ? lines : 0};
+  if (!p.panels) {
+    room.resize(std::max<size_t>(room.size(), PANEL * in.K));
+    pack(p.w, p.N, in.K, c * PANEL, room.data());
+    panel = room.data();
   }
+  const long at_once = (STEPS * PANEL / LINE + tiles - 1) / tiles;
+  for (long m = 0; m < in.M; m += BLOCK)
+    for (long at = m, end = std::min<long>(in.M, m + BLOCK); at < end;) {
+      const long left = (end - at + TOKENS - 1) / TOKENS, tokens = (end - at + left - 1) / left;
+      tile_of(tokens, std::make_integer_sequence<int, TOKENS>{})(in, p, panel, at, c * PANEL, fetch, at_once);
+      at += tokens;
+    }
+}
+
+// The same of panel c of several products; null beyond the last.
+INLINE const float* weights_of(const Part* parts, long num_parts, long K, long c) {
+  for (const Part* p = parts; p < parts + num_parts; c -= count_panels(p++->N))
+    if (c < count_panels(p->N)) return weights_of(*p, K, c);
+  return nullptr;
 }
 
 // Several products with one x.
 static void products(Member& me, const Input& in, const Part* parts, long num_parts) {
   long total = 0;
-  for (long i = 0; i < num_parts; i++) total += chunks(parts[i].N);
-  me.each(total, [&](long c) {
+  for (long i = 0; i < num_parts; i++) total += count_panels(parts[i].N);
+  me.each_after(total, [&](long c, long next) {
+    const float* ahead = weights_of(parts, num_parts, in.K, next);
     const Part* p = parts;
-    while (c >= chunks(p->N)) c -= chunks(p++->N);
-    product(in, *p, c);
+    while (c >= count_panels(p->N)) c -= count_panels(p++->N);
+    product(in, *p, c, ahead);
   });
 }
 
@@ -139,10 +192,10 @@ INLINE vec silu(vec a) { return a / (exp(-a) + 1.0f); }
 
 // down · (silu(gate · x) * (up · x)); the inner values stand in gate.y and up.y.
 ONCE void gated(Member& me, const Input& in, const Part& gate, const Part& up, const Part& down) {
-  me.each(chunks(gate.N), [&](long c) {
-    product(in, gate, c);
-    product(in, up, c);
-    long first = c * CHUNK, size = std::min<long>(CHUNK, gate.N - first);
+  me.each_after(count_panels(gate.N), [&](long c, long next) {
+    product(in, gate, c, weights_of(up, in.K, c));
+    product(in, up, c, weights_of(&gate, 1, in.K, next));
+    long first = c * PANEL, size = std::min<long>(PANEL, gate.N - first);
     for (long m = 0; m < in.M; m++) {
       float *g = gate.y + m * gate.ldy + first, *u = up.y + m * up.ldy + first;
       by_vectors(size, [&](long i, long n) { store(g + i, silu(load(g + i, n)) * load(u + i, n), n); });

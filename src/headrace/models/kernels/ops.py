@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, open_library
-
-Pair = tuple[Tensor, Tensor | None]
-"""A weight ``[N, K]`` and a bias ``[N]``."""
+from headrace.models.kernels.panels import Weights
 
 Norm = tuple[Tensor, float, float]
 """Weight, eps, and what is added to the weight."""
@@ -36,12 +34,19 @@ class Part(ctypes.Structure):
 
     _fields_ = (
         ("w", c_void_p),
+        ("panels", c_void_p),
         ("bias", c_void_p),
         ("add", c_void_p),
         ("y", c_void_p),
         ("N", c_long),
         ("ldy", c_long),
     )
+
+
+class Weight(ctypes.Structure):
+    """A weight, and where its panels go (kernels.cpp)."""
+
+    _fields_ = (("w", c_void_p), ("panels", c_void_p), ("N", c_long), ("K", c_long))
 
 
 class NormOf(ctypes.Structure):
@@ -114,6 +119,8 @@ class Layer(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "hr_panel": (),
+    "hr_pack": (POINTER(Weight), c_long, c_int),
     "hr_linear": (POINTER(Input), POINTER(Part), c_long, c_int),
     "hr_gated": (POINTER(Input), POINTER(Part), POINTER(Part), POINTER(Part), c_int),
     "hr_norm": (POINTER(Input), POINTER(NormOf), c_void_p, c_int),
@@ -131,36 +138,49 @@ class Kernels:
         for name, signature in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = signature, None
+        library.hr_panel.restype = c_int
+        self._panel: int = library.hr_panel()
+        self._pack = library.hr_pack
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
         self._heads, self._log_softmax = library.hr_heads, library.hr_log_softmax
         self.paged, self.decoder = library.hr_paged, library.hr_decoder
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """``x Wᵀ + bias`` over the last dimension of ``x``."""
-        return self.linears(x, ((weight, bias),))
+    def panel_numbers(self, weight: Tensor) -> int:
+        """How many numbers the panels of a weight are: those of whole panels."""
+        rows, inputs = weight.shape
+        return -(-rows // self._panel) * self._panel * inputs
 
-    def linears(self, x: Tensor, pairs: Sequence[Pair]) -> Tensor:
+    def pack(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
+        """Fill the second of each pair with the panels of the first, a weight."""
+        weights = (Weight * len(pairs))(*(Weight(at(w), at(panels), *w.shape) for w, panels in pairs))
+        self._pack(weights, len(pairs), threads)
+
+    def linear(self, x: Tensor, weights: Weights) -> Tensor:
+        """``x Wᵀ + bias`` over the last dimension of ``x``."""
+        return self.linears(x, (weights,))
+
+    def linears(self, x: Tensor, several: Sequence[Weights]) -> Tensor:
         """Several products with one ``x``, side by side in the last dimension of the result."""
         x = x.contiguous()
-        total = sum(weight.shape[0] for weight, _ in pairs)
+        total = sum(weights.weight.shape[0] for weights in several)
         y = torch.empty(*x.shape[:-1], total)
-        parts = (Part * len(pairs))()
+        parts = (Part * len(several))()
         to = y.data_ptr()
-        for part, pair in zip(parts, pairs, strict=True):
-            point(part, pair)
+        for part, weights in zip(parts, several, strict=True):
+            point(part, weights)
             part.y, part.ldy = to, total
             to += 4 * part.N
-        self._linear(_input(x), parts, len(pairs), torch.get_num_threads())
+        self._linear(_input(x), parts, len(several), torch.get_num_threads())
         return y
 
-    def gated(self, x: Tensor, gate: Pair, up: Pair, down: Pair) -> Tensor:
+    def gated(self, x: Tensor, gate: Weights, up: Weights, down: Weights) -> Tensor:
         """``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
         x = x.contiguous()
         tokens = _input(x)
-        hidden, y = torch.empty(2, tokens.M, gate[0].shape[0]), torch.empty(*x.shape[:-1], down[0].shape[0])
+        hidden, y = torch.empty(2, tokens.M, gate.weight.shape[0]), torch.empty(*x.shape[:-1], down.weight.shape[0])
         parts = (Part * 3)()
-        for part, pair, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
-            point(part, pair)
+        for part, weights, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
+            point(part, weights)
             part.y, part.ldy = to.data_ptr(), part.N
         self._gated(tokens, *parts, torch.get_num_threads())
         return y
@@ -191,10 +211,11 @@ def at(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def point(part: Part, pair: Pair) -> None:
-    """Let a part use a weight and its bias, where they lie now."""
-    weight, bias = pair
+def point(part: Part, weights: Weights) -> None:
+    """Let a part use them where they lie now."""
+    weight, bias, panels = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
+    part.panels = None if panels is None else at(panels)
 
 
 def norm_of(norm: Norm | None) -> NormOf:
@@ -227,10 +248,12 @@ def _check(kernels: Kernels) -> str | None:
     """What a miscompiled library would get wrong."""
     rng = torch.Generator().manual_seed(0)
     x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
-    y = kernels.linear(x, w, bias)
+    panels = torch.empty(kernels.panel_numbers(w))
+    kernels.pack([(w, panels)], 1)
+    y = kernels.linear(x, Weights(w, bias, panels))
     if not torch.allclose(y, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4):
         return "products"
-    if not all(torch.equal(kernels.linear(x[i : i + 1], w, bias)[0], y[i]) for i in range(len(x))):
+    if not all(torch.equal(kernels.linear(x[i : i + 1], Weights(w, bias))[0], y[i]) for i in range(len(x))):
         return "products that depend on the batch"
     if not torch.allclose(kernels.log_softmax(y), y.log_softmax(-1), rtol=1e-4, atol=1e-4):
         return "exponentials"

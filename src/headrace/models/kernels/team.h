@@ -1,6 +1,7 @@
 // The threads of a call. Tasks are taken from counters: whoever is there works, and nobody waits for a thread that has
 // not come yet, so that a busy machine slows a call down in proportion and no more.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
@@ -37,7 +38,21 @@ struct Member {
   template <class F>
   void each(long total, F&& f) {
     long mine = 0;
-    for (long i; (i = count->next.fetch_add(1, std::memory_order_relaxed)) < total; mine++) f(i);
+    for (long i; (i = take()) < total; mine++) f(i);
+    all_done(mine, total);
+  }
+
+  // f(i, next): the same, by threads that know what they do next; `total` stands for nothing.
+  template <class F>
+  void each_after(long total, F&& f) {
+    long mine = 0;
+    for (long i = take(), next; i < total; i = next, mine++) f(i, next = std::min(take(), total));
+    all_done(mine, total);
+  }
+
+ private:
+  long take() { return count->next.fetch_add(1, std::memory_order_relaxed); }
+  void all_done(long mine, long total) {
     count->done.fetch_add(mine, std::memory_order_release);
     await([&] { return count->done.load(std::memory_order_acquire) >= total; });
     count++;

@@ -5,6 +5,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define ONCE static __attribute__((noinline))  // one text in the library: the same bits from wherever it is called
 #define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL16 _Pragma("GCC unroll 16")
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
@@ -28,19 +29,39 @@ INLINE vec all(float a) { return a - vec{}; }
 #define HOLD(a)
 #endif
 
-// The first n lanes; the others are zeros.
+// The first n lanes; the others are zeros. Whole vectors do not go through memcpy, which takes them through memory.
 INLINE vec load(const float* p, long n) {
+  if (n >= LANES) return load(p);
   vec a = {};
   memcpy(&a, p, 4 * n);
   return a;
 }
-INLINE void store(float* p, vec a, long n) { memcpy(p, &a, 4 * n); }
+INLINE void store(float* p, vec a, long n) {
+  if (n >= LANES) store(p, a);
+  else memcpy(p, &a, 4 * n);
+}
 
 INLINE vec max(vec a, vec b) { return a > b ? a : b; }
 
+// One from each in turn: of the first halves, of the second halves.
+#define MIX __builtin_shufflevector
+INLINE vec zip_low(vec a, vec b) {
+#if defined(__AVX512F__)
+  return MIX(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
+  return MIX(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#endif
+}
+INLINE vec zip_high(vec a, vec b) {
+#if defined(__AVX512F__)
+  return MIX(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+  return MIX(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
+}
+
 // Four sums over lanes at once. Each lane's way through the tree is the same in all four places.
 INLINE quad sum4(vec a, vec b, vec c, vec d) {
-#define MIX __builtin_shufflevector
 #if defined(__AVX512F__)
   vec ab = MIX(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            MIX(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.engine.base import RequestOptions, TokenChunk
@@ -44,6 +45,10 @@ class Files:
 
     def stage(self, update: WeightUpdate) -> None:
         raise AssertionError("weights come from files")
+
+    def staged(self) -> dict[str, Tensor]:
+        """Nothing, either."""
+        return {}
 
     @torch.no_grad()
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:

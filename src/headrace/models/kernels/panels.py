@@ -1,0 +1,66 @@
+"""Weights of products in the order in which kernels read them, beside the ones that everybody else sees.
+
+    prepare(staged)   panels of the version that comes, in any thread, into the room that no pass reads
+    the parameters point elsewhere, one after the other; each product finds the panels of where its weight points
+    turn()            the other room is the one that no pass reads
+
+Weights without panels (those of a learner, copies of an older version) are packed on the way, panel by panel, with the
+same result and more work. A parameter that was changed in place has left its panels behind, and they are not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Weights(NamedTuple):
+    """Of one product, as kernels take them."""
+
+    weight: Tensor
+    """``[N, K]``."""
+    bias: Tensor | None = None
+    """``[N]``."""
+    panels: Tensor | None = None
+    """The weight, packed."""
+
+
+class Packed:
+    """A weight and its panels; those of no other weight, as long as this is kept."""
+
+    def __init__(self, weight: Tensor, panels: Tensor, changes: int) -> None:
+        """``changes``: how often the weight's parameter has been changed in place."""
+        self.weight, self.panels = weight, panels
+        self.known_by = (weight.data_ptr(), changes)
+
+
+class Product:
+    """A linear module's part in what kernels compute."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear = linear
+        self.rooms: list[Packed | None] = [None, None]
+        self._parameters: dict[str, Any] = linear._parameters
+
+    def weights(self) -> Weights:
+        """Where they lie now."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        here = (weight.data_ptr(), weight._version)
+        for packed in self.rooms:
+            if packed is not None and packed.known_by == here:
+                return Weights(weight, bias, packed.panels)
+        return Weights(weight, bias)
+
+
+def product_of(linear: nn.Linear) -> Product:
+    """The one of this module."""
+    known: Product | None = linear.__dict__.get("product")
+    if known is None:
+        known = linear.__dict__["product"] = Product(linear)
+    return known
+
+
+def products_of(model: nn.Module) -> list[Product]:
+    """Of all modules that run on kernels."""
+    return [module.__dict__["product"] for module in model.modules() if "product" in module.__dict__]

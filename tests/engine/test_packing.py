@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headrace.engine.native.packing import Packing
+from headrace.models.attention import PackedPlan, forward
+from headrace.models.config import ModelConfig
+from headrace.models.kernels.build import Unavailable
+from headrace.models.kernels.fuse import fuse
+from headrace.models.kernels.ops import kernels
+from headrace.models.kernels.panels import products_of
+from headrace.models.load import load_model
+from headrace.models.weights import weight_tensors
+from headrace.policy.slots import Slots
+
+if isinstance(kernels(), Unavailable):
+    pytest.skip("no kernels here", allow_module_level=True)
+
+IDS = torch.arange(40) * 5 % 19
+Directory = Callable[[str], Path]
+
+
+class Pair:
+    """A learner's model, and an engine's that gets its weights packed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.learner, self.engine = (load_model(ModelConfig(path=str(directory))) for _ in (0, 1))
+        fuse(self.engine)
+        self.slots = Slots(weight_tensors(self.learner), weight_tensors(self.engine))
+        self.packing = Packing(self.slots, self.engine)
+        self.version = 0
+
+    def stage(self) -> int:
+        """Other weights than before."""
+        self.version += 1
+        with torch.no_grad():
+            for parameter in self.learner.parameters():
+                parameter.mul_(1.25)
+        self.packing.stage(self.slots.copy(self.version))
+        return self.version
+
+    def commit(self, version: int, parts: int = 1) -> None:
+        for _ in self.packing.commit_parts(version, parts):
+            pass
+
+    def all_packed(self) -> bool:
+        return all(product.weights().panels is not None for product in products_of(self.engine))
+
+    def wanted(self) -> Tensor:
+        """What a model without panels makes of the engine's weights."""
+        plain = load_model(ModelConfig(path=str(self.learner.config.name_or_path)))
+        fuse(plain)
+        for parameter, twin in zip(self.engine.parameters(), plain.parameters(), strict=True):
+            twin.data = parameter.data.clone()
+        return logits(plain)
+
+
+@torch.inference_mode()
+def logits(model: nn.Module) -> Tensor:
+    return forward(model, IDS, PackedPlan([17, 3, 20]))
+
+
+@pytest.fixture(params=["qwen3", "gpt2"])
+def pair(model_dir: Directory, request: pytest.FixtureRequest) -> Pair:
+    return Pair(model_dir(request.param))
+
+
+def test_every_version_is_computed_with_its_own_panels(pair: Pair) -> None:
+    assert pair.all_packed()
+    assert torch.equal(logits(pair.engine), pair.wanted())
+    for parts in (1, 3, 1, 2):
+        before = logits(pair.engine)
+        version = pair.stage()
+        assert torch.equal(logits(pair.engine), before)
+        pair.commit(version, parts)
+        assert pair.all_packed()
+        assert torch.equal(logits(pair.engine), pair.wanted())
+        assert not torch.equal(logits(pair.engine), before)
+
+
+def test_between_the_parts_of_a_commit_each_weight_has_its_own_panels(pair: Pair) -> None:
+    for _ in pair.packing.commit_parts(pair.stage(), 4):
+        assert pair.all_packed()
+        assert torch.equal(logits(pair.engine), pair.wanted())
+
+
+def test_a_version_that_never_came_into_use_makes_room_for_the_next(pair: Pair) -> None:
+    before = logits(pair.engine)
+    pair.stage(), pair.stage()
+    assert torch.equal(logits(pair.engine), before)
+    pair.commit(pair.stage())
+    assert pair.all_packed()
+    assert torch.equal(logits(pair.engine), pair.wanted())
+
+
+def test_weights_of_an_older_version_are_packed_on_the_way_and_those_in_use_keep_their_panels(pair: Pair) -> None:
+    tensors = list(weight_tensors(pair.engine).values())
+    older, olders = [tensor.detach().clone() for tensor in tensors], logits(pair.engine)
+    pair.commit(pair.stage())
+    newer, newers = [tensor.data for tensor in tensors], logits(pair.engine)
+    wrong, done = [], threading.Event()
+
+    def stage() -> None:
+        for _ in range(20):
+            pair.stage()
+        done.set()
+
+    staging = threading.Thread(target=stage)
+    staging.start()
+    while not done.is_set():
+        for weights, wanted in ((older, olders), (newer, newers)):
+            for tensor, weight in zip(tensors, weights, strict=True):
+                tensor.data = weight
+            if not torch.equal(logits(pair.engine), wanted):
+                wrong.append(weights is older)
+    staging.join()
+    assert not wrong
+
+
+def test_what_is_changed_in_place_is_computed_as_it_is_then(pair: Pair) -> None:
+    with torch.no_grad():
+        for parameter in pair.engine.parameters():
+            parameter.mul_(0.75)
+    assert not pair.all_packed()
+    assert torch.equal(logits(pair.engine), pair.wanted())
+    pair.commit(pair.stage())
+    assert pair.all_packed()
+    assert torch.equal(logits(pair.engine), pair.wanted())
+
+
+def test_where_memory_is_short_there_are_none_and_the_bits_are_the_same(
+    model_dir: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rich = Pair(model_dir("qwen3"))
+    assert rich.packing.num_bytes
+    free = psutil.virtual_memory()._replace(available=rich.packing.num_bytes * 3)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    poor = Pair(model_dir("qwen3"))
+    assert poor.packing.num_bytes == 0
+    for pair in (rich, poor):
+        pair.commit(pair.stage())
+    assert not any(product.weights().panels is not None for product in products_of(poor.engine))
+    assert torch.equal(logits(poor.engine), logits(rich.engine))
