@@ -140,7 +140,7 @@ def test_where_memory_is_short_there_are_none_and_the_bits_are_the_same(
 ) -> None:
     rich = Pair(model_dir("qwen3"))
     assert rich.packing.num_bytes
-    free = psutil.virtual_memory()._replace(available=rich.packing.num_bytes * 3)
+    free = psutil.virtual_memory()._replace(available=rich.packing.num_bytes * 6)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     poor = Pair(model_dir("qwen3"))
     assert poor.packing.num_bytes == 0

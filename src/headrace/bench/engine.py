@@ -128,7 +128,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
                 _latency(bench, ours),
                 _recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
                 _recording(bench, routed, "routing", {}, {"record_routing": True}),
-                _gaps(bench, ours),
+                _gaps(bench, bench.open("fed", bench.main_model, stack)),
             ]
         tell("fresh process")
         for found in [*parts, _cold(bench)]:

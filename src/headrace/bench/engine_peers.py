@@ -74,7 +74,7 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment("", threads)
     command = [sys.executable, "-m", module, spec]
-    if side == "native":
+    if side in ("native", "fed"):
         environment |= engine_environment()  # as a run's engine has
     if side == "vllm":
         command = [vllm, "-P", str(_VLLM), spec]

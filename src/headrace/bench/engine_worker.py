@@ -22,7 +22,8 @@ from transformers.generation import ContinuousBatchingConfig
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
-from headrace.engine.native import NativeEngine
+from headrace.engine.native import NativeEngine, WeightReceiver
+from headrace.engine.native.fixed import LoadedWeights
 from headrace.environ import shared_memory_root
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
@@ -30,6 +31,7 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.messages.engine import GenerateRequest
 from headrace.types.sampling import Sampling
+from headrace.types.versions import INITIAL
 
 MAX_CONTEXT = 1024
 BATCH = 64
@@ -52,25 +54,18 @@ class Side(Protocol):
 
 
 class Native:
-    """The embedded engine with its weights in shared memory."""
+    """The embedded engine with the weights of its directory, as ``headrace serve`` has it."""
 
     def __init__(self, model_dir: str) -> None:
         self._clock = RealClock()
         self._model = load_model(ModelConfig(path=model_dir))
-        tensors = weight_tensors(self._model)
-        self._path = shared_memory_root() / f"headrace-bench-{os.getpid()}"
-        self._publisher = make_publisher(Route(address=str(self._path)), tensors)
-        for slot in (0, 1):
-            self._publisher.copy(slot)
         config = EngineConfig(max_sequences=BATCH, max_new_tokens=MAX_CONTEXT)
-        receiver = make_receiver(Route(), tensors)
+        receiver = self._receiver()
         self._engine = NativeEngine(
             self._model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=self._clock
         )  # fmt: skip
-        self._version = -1
         self._next_id = 0
-        for _ in (0, 1):  # the second lets go of the memory that the model was loaded into, as in a run
-            self._commit()
+        self._begin()
         self._forward_s = self._entered_s = 0.0
         self._model.register_forward_pre_hook(self._enter)
         self._model.register_forward_hook(self._leave)
@@ -78,8 +73,6 @@ class Native:
     def do(self, order: Order) -> Answer:
         if "matrix_size" in order:
             return self._able(order)
-        if "commits" in order:
-            return self._commits(order)
         if "fill_cache" in order:
             cache = self._engine._cache
             cache.clear(range(cache.num_blocks))
@@ -98,22 +91,14 @@ class Native:
         }
 
     def close(self) -> None:
-        """Leave no shared memory behind."""
-        self._publisher.close()
+        """Nothing to do."""
 
-    def _commits(self, order: Order) -> Answer:
-        """Commit again and again between the steps of a full batch; the gaps."""
-        gaps_s: list[float] = []
-        running = 0
-        for _ in range(order["commits"]):
-            if not self._engine.has_work():
-                self._add(order)
-            self._engine.step()
-            running += self._engine.stats().running
-            gaps_s += self._commit()
-        while self._engine.has_work():
-            self._engine.step()
-        return {"gaps_s": gaps_s, "mean_running": running / max(len(gaps_s), 1)}
+    def _receiver(self) -> WeightReceiver:
+        return LoadedWeights()
+
+    def _begin(self) -> None:
+        self._engine.commit(INITIAL)
+        self._engine.take_swaps()
 
     def _able(self, order: Order) -> Answer:
         """What the processor can do with nothing in its way: matrix products, and copies from memory to memory."""
@@ -142,17 +127,55 @@ class Native:
             )  # fmt: skip
             self._next_id += 1
 
-    def _commit(self) -> list[float]:
-        self._version += 1
-        self._engine.stage(self._publisher.announce(self._version, self._version % 2))
-        self._engine.commit(self._version)
-        return [swap.gap_s for swap in self._engine.take_swaps()]
-
     def _enter(self, *_: object) -> None:
         self._entered_s = self._clock.now()
 
     def _leave(self, *_: object) -> None:
         self._forward_s += self._clock.now() - self._entered_s
+
+
+class Fed(Native):
+    """The embedded engine as a run has it: new weights come through shared memory."""
+
+    def do(self, order: Order) -> Answer:
+        return self._commits(order) if "commits" in order else super().do(order)
+
+    def _receiver(self) -> WeightReceiver:
+        tensors = weight_tensors(self._model)
+        path = shared_memory_root() / f"headrace-bench-{os.getpid()}"
+        self._publisher = make_publisher(Route(address=str(path)), tensors)
+        for slot in (0, 1):
+            self._publisher.copy(slot)
+        return make_receiver(Route(), tensors)
+
+    def _begin(self) -> None:
+        self._version = -1
+        for _ in (0, 1):  # the second lets go of the memory that the model was loaded into, as in a run
+            self._commit()
+
+    def close(self) -> None:
+        """Leave no shared memory behind."""
+        self._publisher.close()
+
+    def _commits(self, order: Order) -> Answer:
+        """Commit again and again between the steps of a full batch; the gaps."""
+        gaps_s: list[float] = []
+        running = 0
+        for _ in range(order["commits"]):
+            if not self._engine.has_work():
+                self._add(order)
+            self._engine.step()
+            running += self._engine.stats().running
+            gaps_s += self._commit()
+        while self._engine.has_work():
+            self._engine.step()
+        return {"gaps_s": gaps_s, "mean_running": running / max(len(gaps_s), 1)}
+
+    def _commit(self) -> list[float]:
+        self._version += 1
+        self._engine.stage(self._publisher.announce(self._version, self._version % 2))
+        self._engine.commit(self._version)
+        return [swap.gap_s for swap in self._engine.take_swaps()]
 
 
 class Generate:
@@ -202,7 +225,9 @@ class Continuous:
         """Nothing to do."""
 
 
-SIDES: dict[str, Callable[[str], Side]] = {"native": Native, "generate": Generate, "continuous": Continuous}
+SIDES: dict[str, Callable[[str], Side]] = {
+    "native": Native, "fed": Fed, "generate": Generate, "continuous": Continuous,
+}  # fmt: skip
 
 
 def _plain(model_dir: str) -> PreTrainedModel:

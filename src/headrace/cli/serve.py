@@ -124,7 +124,8 @@ def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
     name = readable(loaded.name)
     out.print(f"serving    {', '.join([name, *loaded.agents])} at {url}/v1")
     out.print(f"context    {loaded.max_context:,} tokens")
-    out.print(f"device     {facts['device']}, weights of {_mebibytes(facts['weights_bytes'])}")
+    packed = f", and {_mebibytes(facts['packed_bytes'])} packed for the kernels" if facts["packed_bytes"] else ""
+    out.print(f"device     {facts['device']}, weights of {_mebibytes(facts['weights_bytes'])}{packed}")
     out.print(f"kernels    {readable(kernels)}; attention: {facts['attention']}")
     for reason in why:
         out.print(f"           {readable(reason)}")

@@ -95,8 +95,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Let weights on a processor begin where a line of its cache begins: they lie anywhere in a safetensors file, and
-    reading each vector out of two lines makes an engine of this model a tenth slower."""
+    """Let weights on a processor begin where a line of its cache begins, in large pages: they lie anywhere in a
+    safetensors file, and a vector that is read out of two lines takes twice as long."""
     import torch
 
     there = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]

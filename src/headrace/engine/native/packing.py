@@ -30,8 +30,7 @@ class Packing:
         sizes = [4 * self._ops.panel_numbers(each.linear.weight) for each in products if isinstance(self._ops, Kernels)]
         if 2 * sum(sizes) > SHARE * psutil.virtual_memory().available:
             products, sizes = [], []
-        self.num_bytes = 2 * sum(sizes)
-        """Of both versions."""
+        self._version_bytes, self._num_versions = sum(sizes), 1
         names = {id(tensor): name for name, tensor in weight_tensors(model).items()}
         self._products = [(names.get(id(each.linear.weight)), each) for each in products]
         """With what their weight is called where it comes anew; a frozen one has no name."""
@@ -41,10 +40,15 @@ class Packing:
         """Whether the other room holds what comes into use next."""
         self._pack(self._used, [each.linear.weight.data for each in products], torch.get_num_threads())
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all panels: of one version until a second one comes."""
+        return self._version_bytes * self._num_versions
+
     def stage(self, update: WeightUpdate) -> None:
         """And pack; in any thread."""
         self._receiver.stage(update)
-        staged = self._receiver.staged()
+        staged, self._num_versions = self._receiver.staged(), 2
         self._pack(1 - self._used, [staged.get(name) if name else None for name, _ in self._products], 1)
         self._prepared = True
 

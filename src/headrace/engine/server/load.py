@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-from torch import Tensor
 
 from headrace.clock import Clock
 from headrace.engine.native import NativeEngine
+from headrace.engine.native.fixed import LoadedWeights
 from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.run import Loaded
-from headrace.errors import ConfigError, WeightsError
+from headrace.errors import ConfigError
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.load import context_length, load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.weights import model_bytes
 from headrace.types.versions import INITIAL
-from headrace.types.weights import WeightUpdate
-
-
-class LoadedWeights:
-    """The receiver of a server whose weights never change: they are in the model already."""
-
-    def stage(self, update: WeightUpdate) -> None:
-        raise WeightsError(
-            f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
-        )
-
-    def staged(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Only the first version is there, and there is nothing to exchange."""
-        if version != INITIAL:
-            raise WeightsError(
-                f"commit of version {version} of fixed weights", remedy="start the server with the new model"
-            )
-        return iter(())
 
 
 def load(config: ServeConfig, *, clock: Clock) -> Loaded:
