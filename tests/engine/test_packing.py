@@ -135,6 +135,13 @@ def test_what_is_changed_in_place_is_computed_as_it_is_then(pair: Pair) -> None:
     assert torch.equal(logits(pair.engine), pair.wanted())
 
 
+def test_a_model_that_was_loaded_in_inference_mode_is_packed_too(model_dir: Directory) -> None:
+    with torch.inference_mode():
+        pair = Pair(model_dir("qwen3"))
+    assert pair.all_packed()
+    assert torch.equal(logits(pair.engine), pair.wanted())
+
+
 def test_where_memory_is_short_there_are_none_and_the_bits_are_the_same(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ class Packing:
     def _pack(self, room: int, weights: Sequence[Tensor | None], threads: int) -> None:
         """Those of the products, in their order; ``None`` leaves out."""
         chosen = [
-            (product, Packed(weight, memory, product.linear.weight._version))
+            (product, Packed(weight, memory, product.linear.weight))
             for (_, product), weight, memory in zip(self._products, weights, self._memory[room], strict=True)
             if weight is not None
         ]

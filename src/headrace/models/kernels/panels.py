@@ -1,11 +1,12 @@
 """Weights of products in the order in which kernels read them, beside the ones that everybody else sees.
 
-    prepare(staged)   panels of the version that comes, in any thread, into the room that no pass reads
-    the parameters point elsewhere, one after the other; each product finds the panels of where its weight points
-    turn()            the other room is the one that no pass reads
+    stage    panels of the version that comes are written, in any thread, into the room that no pass reads
+    commit   parameters point elsewhere, one after the other; each product finds the panels of where its weight points
+             the other room is the one that no pass reads from then on
 
-Weights without panels (those of a learner, copies of an older version) are packed on the way, panel by panel, with the
-same result and more work. A parameter that was changed in place has left its panels behind, and they are not used.
+The engine keeps the rooms (:mod:`headrace.engine.native.packing`). Weights without panels (those of a learner, copies
+of an older version) are packed on the way, panel by panel, with the same result and more work. A parameter that was
+changed in place has left its panels behind, and they are not used.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Weights(NamedTuple):
 class Packed:
     """A weight and its panels; those of no other weight, as long as this is kept."""
 
-    def __init__(self, weight: Tensor, panels: Tensor, changes: int) -> None:
-        """``changes``: how often the weight's parameter has been changed in place."""
+    def __init__(self, weight: Tensor, panels: Tensor, parameter: Tensor) -> None:
+        """``parameter``: what points at the weight, now or next."""
         self.weight, self.panels = weight, panels
-        self.known_by = (weight.data_ptr(), changes)
+        self.known_by = (weight.data_ptr(), _changes(parameter))
 
 
 class Product:
@@ -46,11 +47,16 @@ class Product:
     def weights(self) -> Weights:
         """Where they lie now."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        here = (weight.data_ptr(), weight._version)
+        here = (weight.data_ptr(), _changes(weight))
         for packed in self.rooms:
             if packed is not None and packed.known_by == here:
                 return Weights(weight, bias, packed.panels)
         return Weights(weight, bias)
+
+
+def _changes(parameter: Tensor) -> int:
+    """How often it has been changed in place, as far as torch counts."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def product_of(linear: nn.Linear) -> Product:
