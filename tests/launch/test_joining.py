@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +16,13 @@ import msgspec
 import psutil
 import pytest
 import zmq
+import zmq.asyncio
 
 from headrace import __version__
 from headrace.errors import ConfigError, DataError, HeadraceError
 from headrace.launch.channel import admitted
 from headrace.launch.far.keeper import family_of
+from headrace.launch.joining import node
 from headrace.launch.joining.invitation import Invitation, read_invitation, write_invitation
 from headrace.launch.joining.node import NobodyThere, Offer, join
 from headrace.launch.starts import Keep
@@ -243,6 +246,8 @@ def knocked(invitation: Invitation, data: bytes) -> object:
         line.setsockopt(zmq.LINGER, 0)
         admitted(line, f"tcp://{invitation.address}", invitation.key)
         line.connect(f"tcp://{invitation.address}")
+        if not line.poll(1000, zmq.POLLOUT):  # the connection has ended by now, and is made once
+            return None
         line.send(data)
         return Codec(AtTheDoor).decode(line.recv()) if line.poll(1000) else None
 
@@ -320,6 +325,27 @@ def test_an_invitation_that_leads_nowhere_is_told_so(
     write_invitation(tmp_path / "join.json", msgspec.structs.replace(given, **change))
     with pytest.raises(error, match=problem):
         join(tmp_path, Offer(workers=1), print)
+
+
+def test_a_connection_that_has_ended_before_anything_could_be_sent_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = zmq.asyncio.Socket.connect
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def connected(line: zmq.asyncio.Socket, address: str) -> None:
+            connect(line, address)
+            door.accept()[0].close()
+            while line.poll(0, zmq.POLLOUT).result():
+                time.sleep(0.01)
+
+        monkeypatch.setattr(zmq.asyncio.Socket, "connect", connected)
+        monkeypatch.setattr(node, "ANSWER_S", 1.0)
+        address = f"127.0.0.1:{door.getsockname()[1]}"
+        given = Invitation(address=address, key=zmq.curve_keypair()[0].decode(), token="t")
+        write_invitation(tmp_path / "join.json", given)
+        with pytest.raises(NobodyThere, match="nobody answers"):
+            join(tmp_path, Offer(workers=1), print)
 
 
 def test_an_invitation_is_for_its_owner_alone_whatever_lay_there(tmp_path: Path) -> None:

@@ -142,15 +142,18 @@ async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | Way) -> 
         except zmq.ZMQError:
             raise DataError("the key in the invitation is none", remedy="copy the whole file again") from None
         line.connect(address)
-        await line.send(codec.encode(knock))
-        if not await line.poll(int(ANSWER_S * 1000)):
+        try:
+            async with asyncio.timeout(ANSWER_S):  # where the connection has ended before, nothing can be sent either
+                await line.send(codec.encode(knock))
+                said = await line.recv()
+        except TimeoutError:
             raise NobodyThere(
                 f"nobody answers at {invitation.address} for {ANSWER_S:g} s: no run takes others in there, or not "
                 "whoever has this invitation",
                 remedy="is the run still going on, is this its newest invitation, and may this machine open TCP "
                 "connections to that one?",
-            )
-        answer = _understood(codec, await line.recv())
+            ) from None
+        answer = _understood(codec, said)
     if isinstance(answer, Refused):
         raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
     assert isinstance(answer, Welcome)
