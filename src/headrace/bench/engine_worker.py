@@ -77,6 +77,7 @@ class Native:
             cache = self._engine._cache
             cache.clear(range(cache.num_blocks))
             return {}
+        assert "commits" not in order, "these weights never change: ask the side that is fed"
         self._add(order)
         before, self._forward_s = self._engine.stats(), 0.0
         while self._engine.has_work():

@@ -186,7 +186,7 @@ def _decoding(bench: _Bench, size: Size, rows: list[Row], targets: list[Target])
     """The gaps of commits through shared memory, in an engine that decodes."""
     bench.tell(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
-    with worker("native", model, bench.threads) as engine:
+    with worker("fed", model, bench.threads) as engine:
         order: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
         answer = engine.ask({**order, "commits": size.commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3
