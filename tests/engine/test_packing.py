@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.native.packing import Packing
+from headrace.errors import WeightsError
 from headrace.models.attention import PackedPlan, forward
-from headrace.models.config import ModelConfig
+from headrace.models.config import LoraConfig, ModelConfig
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import fuse
 from headrace.models.kernels.ops import kernels
@@ -30,8 +31,8 @@ Directory = Callable[[str], Path]
 class Pair:
     """A learner's model, and an engine's that gets its weights packed."""
 
-    def __init__(self, directory: Path) -> None:
-        self.learner, self.engine = (load_model(ModelConfig(path=str(directory))) for _ in (0, 1))
+    def __init__(self, directory: Path, lora: LoraConfig | None = None) -> None:
+        self.learner, self.engine = (load_model(ModelConfig(path=str(directory), lora=lora)) for _ in (0, 1))
         fuse(self.engine)
         self.slots = Slots(weight_tensors(self.learner), weight_tensors(self.engine))
         self.packing = Packing(self.slots, self.engine)
@@ -42,7 +43,7 @@ class Pair:
         self.version += 1
         with torch.no_grad():
             for parameter in self.learner.parameters():
-                parameter.mul_(1.25)
+                parameter.mul_(1.25).add_(0.01)
         self.packing.stage(self.slots.copy(self.version))
         return self.version
 
@@ -135,11 +136,46 @@ def test_what_is_changed_in_place_is_computed_as_it_is_then(pair: Pair) -> None:
     assert torch.equal(logits(pair.engine), pair.wanted())
 
 
-def test_a_model_that_was_loaded_in_inference_mode_is_packed_too(model_dir: Directory) -> None:
+def test_a_model_that_was_loaded_in_inference_mode_has_no_panels_since_nobody_counts_its_changes(
+    model_dir: Directory,
+) -> None:
     with torch.inference_mode():
         pair = Pair(model_dir("qwen3"))
-    assert pair.all_packed()
+        for parameter in pair.engine.parameters():
+            parameter.mul_(0.75)
+    assert not pair.packing.num_bytes
     assert torch.equal(logits(pair.engine), pair.wanted())
+
+
+def test_what_is_half_packed_cannot_be_committed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.commit(pair.stage())
+    before, staged, refused = logits(pair.engine), pair.slots.staged, []
+
+    def too_early() -> dict[str, Tensor]:
+        with pytest.raises(WeightsError, match="still on its way") as raised:
+            pair.packing.commit_parts(pair.version, 1)
+        refused.append(raised)
+        return staged()
+
+    monkeypatch.setattr(pair.slots, "staged", too_early)
+    version = pair.stage()
+    assert refused
+    assert torch.equal(logits(pair.engine), before)
+    pair.commit(version)
+    assert torch.equal(logits(pair.engine), pair.wanted())
+    pair.slots.copy(version + 1)
+    with pytest.raises(WeightsError, match="nothing is staged"):
+        pair.commit(version + 1)
+
+
+def test_frozen_weights_are_kept_once(model_dir: Directory) -> None:
+    pair = Pair(model_dir("qwen3"), LoraConfig(rank=4))
+    one, before = pair.packing.num_bytes, logits(pair.engine)
+    pair.commit(pair.stage())
+    pair.commit(pair.stage())
+    assert one < pair.packing.num_bytes < 2 * one
+    assert pair.all_packed()
+    assert not torch.equal(logits(pair.engine), before)
 
 
 def test_where_memory_is_short_there_are_none_and_the_bits_are_the_same(

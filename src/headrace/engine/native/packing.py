@@ -3,6 +3,7 @@ pointers (:mod:`headrace.models.kernels.panels`)."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.buffers import zeros
 from headrace.engine.native.swaps import WeightReceiver
+from headrace.errors import WeightsError
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import Packed, products_of
 from headrace.models.weights import weight_tensors
@@ -25,39 +27,50 @@ class Packing:
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:
         self._receiver = receiver
-        products = products_of(model)
+        products = [each for each in products_of(model) if not each.linear.weight.is_inference()]
         self._ops = kernels() if products else None
         sizes = [4 * self._ops.panel_numbers(each.linear.weight) for each in products if isinstance(self._ops, Kernels)]
-        if 2 * sum(sizes) > SHARE * psutil.virtual_memory().available:
-            products, sizes = [], []
-        self._version_bytes, self._num_versions = sum(sizes), 1
         names = {id(tensor): name for name, tensor in weight_tensors(model).items()}
         self._products = [(names.get(id(each.linear.weight)), each) for each in products]
         """With what their weight is called where it comes anew; a frozen one has no name."""
-        self._memory = [[torch.from_numpy(zeros(size)).view(torch.float32) for size in sizes] for _ in (0, 1)]
+        anew = [size if name else 0 for (name, _), size in zip(self._products, sizes, strict=True)]
+        if sum(sizes) + sum(anew) > SHARE * psutil.virtual_memory().available:
+            self._products, sizes, anew = [], [], []
+        self._bytes, self._came = [sum(sizes), sum(anew)], 1
+        self._memory = [[torch.from_numpy(zeros(size)).view(torch.float32) for size in each] for each in (sizes, anew)]
         self._used = 0
         self._prepared = False
         """Whether the other room holds what comes into use next."""
-        self._pack(self._used, [each.linear.weight.data for each in products], torch.get_num_threads())
+        self._staging, self._lock = False, threading.Lock()
+        self._pack(self._used, [each.linear.weight.data for _, each in self._products], torch.get_num_threads())
 
     @property
     def num_bytes(self) -> int:
         """Of all panels: of one version until a second one comes."""
-        return self._version_bytes * self._num_versions
+        return sum(self._bytes[: self._came])
 
     def stage(self, update: WeightUpdate) -> None:
-        """And pack; in any thread."""
-        self._receiver.stage(update)
-        staged, self._num_versions = self._receiver.staged(), 2
-        self._pack(1 - self._used, [staged.get(name) if name else None for name, _ in self._products], 1)
-        self._prepared = True
+        """And pack; in any thread. What is only half packed cannot be committed."""
+        with self._lock:
+            self._staging = True
+        try:
+            self._receiver.stage(update)
+            staged, self._came, self._prepared = self._receiver.staged(), 2, False
+            self._pack(1 - self._used, [staged.get(name) if name else None for name, _ in self._products], 1)
+            self._prepared = True
+        finally:
+            self._staging = False
 
     def staged(self) -> Mapping[str, Tensor]:
         return self._receiver.staged()
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
         """With the last part the room that was in use is free."""
-        return self._turning(self._receiver.commit_parts(version, parts))
+        with self._lock:
+            if self._staging or (self._came == 2 and not self._prepared):
+                words = "the next is still on its way" if self._staging else "nothing is staged"
+                raise WeightsError(f"commit of version {version}, but {words}", remedy="stage it first")
+            return self._turning(self._receiver.commit_parts(version, parts))
 
     def _turning(self, parts: Iterator[None]) -> Iterator[None]:
         yield from parts
@@ -67,7 +80,7 @@ class Packing:
     def _pack(self, room: int, weights: Sequence[Tensor | None], threads: int) -> None:
         """Those of the products, in their order; ``None`` leaves out."""
         chosen = [
-            (product, Packed(weight, memory, product.linear.weight))
+            (product, Packed(weight, weight.data_ptr(), memory, product.linear.weight._version))
             for (_, product), weight, memory in zip(self._products, weights, self._memory[room], strict=True)
             if weight is not None
         ]

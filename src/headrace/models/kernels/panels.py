@@ -6,11 +6,13 @@
 
 The engine keeps the rooms (:mod:`headrace.engine.native.packing`). Weights without panels (those of a learner, copies
 of an older version) are packed on the way, panel by panel, with the same result and more work. A parameter that was
-changed in place has left its panels behind, and they are not used.
+changed in place has left its panels behind, and they are not used; who writes where torch does not count it (through
+``parameter.data``, or by a fused optimizer) has to point the parameter elsewhere instead.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -27,13 +29,17 @@ class Weights(NamedTuple):
     """The weight, packed."""
 
 
+@dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight and its panels; those of no other weight, as long as this is kept."""
+    """A weight and its panels."""
 
-    def __init__(self, weight: Tensor, panels: Tensor, parameter: Tensor) -> None:
-        """``parameter``: what points at the weight, now or next."""
-        self.weight, self.panels = weight, panels
-        self.known_by = (weight.data_ptr(), _changes(parameter))
+    weight: Tensor
+    """Held, so that nothing else comes to lie where it lies."""
+    address: int
+    """Where it lies."""
+    panels: Tensor
+    changes: int
+    """How often its parameter had been changed in place."""
 
 
 class Product:
@@ -47,16 +53,11 @@ class Product:
     def weights(self) -> Weights:
         """Where they lie now."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        here = (weight.data_ptr(), _changes(weight))
+        address = weight.data_ptr()
         for packed in self.rooms:
-            if packed is not None and packed.known_by == here:
+            if packed is not None and packed.address == address and packed.changes == weight._version:
                 return Weights(weight, bias, packed.panels)
         return Weights(weight, bias)
-
-
-def _changes(parameter: Tensor) -> int:
-    """How often it has been changed in place, as far as torch counts."""
-    return 0 if parameter.is_inference() else parameter._version
 
 
 def product_of(linear: nn.Linear) -> Product:

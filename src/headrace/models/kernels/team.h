@@ -69,8 +69,9 @@ class Pool {
   }
 
   void run(long threads, void (*work)(void*), void* with) {
+    if (threads < 2) return work(with);  // others may have the helpers meanwhile
     std::unique_lock<std::mutex> only(calling, std::try_to_lock);
-    if (threads < 2 || !only) return work(with);
+    if (!only) return work(with);
     while (hired < threads - 1 && hire()) hired++;
     body = work, context = with;
     seats = threads - 1, open = true, calls++;
