@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -212,6 +213,28 @@ def test_a_forked_child_has_threads_of_its_own_and_gets_the_same_bits(ops: Kerne
             os._exit(0 if same and len(os.listdir("/proc/self/task")) > 1 else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert len(busy.result()) == 300
+
+
+def test_whoever_packs_alone_leaves_the_helpers_to_others(ops: Kernels) -> None:
+    weight, x, w = torch.zeros(2048, 4096), drawn(64, 256), drawn(512, 256, seed=1)
+    panels, done = torch.zeros(ops.panel_numbers(weight)), threading.Event()
+    begun = threading.Event()
+
+    def pack() -> None:
+        while not done.is_set():
+            ops.pack([(weight, panels)] * 8, 1)
+            begun.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        packing = pool.submit(pack)
+        assert begun.wait(60)
+        torch.set_num_threads(len(os.listdir("/proc/self/task")) + 2)  # more than have ever been hired
+        before = len(os.listdir("/proc/self/task"))
+        ops.linear(x, Weights(w))
+        hired = len(os.listdir("/proc/self/task")) - before
+        done.set()
+        packing.result()
+    assert hired > 0
 
 
 def test_a_corrupt_library_is_built_again(ops: Kernels, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, make_deterministic
 from headrace.models.kernels.fuse import fuse, unfuse
 from headrace.models.kernels.fused import Fused
-from headrace.models.kernels.ops import kernels
+from headrace.models.kernels.ops import Kernels, kernels
+from headrace.models.kernels.panels import Weights
 from headrace.models.load import load_model
 from headrace.models.paged.base import Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import maker
@@ -38,18 +39,30 @@ def logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fused_model_has_the_models_logits_and_names(model_dir: Directory, kind: str) -> None:
-    model = load(model_dir, kind)
+def test_a_fused_model_has_the_models_logits_and_names(
+    model_dir: Directory, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, products, computed = load(model_dir, kind), Kernels.linears, list[Tensor]()
+
+    def noted(ops: Kernels, x: Tensor, several: Sequence[Weights]) -> Tensor:
+        computed.append(x)
+        return products(ops, x, several)
+
+    monkeypatch.setattr(Kernels, "linears", noted)
     names, before = list(model.state_dict()), logits(model)
     report = fuse(model)
     assert report.swapped, str(report)
     assert list(model.state_dict()) == names
     on_kernels = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Fused)]
     assert len(on_kernels) == sum(report.swapped.values())
+    computed.clear()
     after = logits(model)
+    assert computed, "the head at least is a product of the kernels'"
     assert float((after - before).abs().max() / before.abs().max()) < 1e-4
     unfuse(model)
+    computed.clear()
     assert torch.equal(logits(model), before)
+    assert not computed
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
