@@ -13,6 +13,8 @@ from headrace.types.versions import oldest
 from headrace.types.weights import Interrupt
 
 LONG = 60
+LONGER = 240
+"""Tokens of a sequence that a commit is to find running: a server samples on while the commit is on its way."""
 """Tokens of an answer that a commit finds running."""
 _EXACT = frozenset({Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interrupt.ABORT_RETRY, Interrupt.SLEEP})
 """Ways after which nothing of the old weights is left in what is computed."""
@@ -161,15 +163,19 @@ def counts(rig: Rig) -> None:
 def interrupted(rig: Rig, mode: Interrupt) -> None:
     """A commit that finds sequences running: every token is of the version it says, by its logprob."""
     old = rig.version
-    numbers = [rig.ask([3 + at, 4, 5], max_new_tokens=LONG) for at in range(3)]
+    rig.stage()
+    numbers = [rig.ask([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
     rig.until(lambda: all(rig.told[number].ids for number in numbers))
     if mode is Interrupt.SLEEP:
         rig.core.pause(release=True)
-    report = rig.publish(mode)
+    rig.core.commit(rig.version, mode)
+    report = rig.swapped()
     assert (report.version, report.mode) == (rig.version, mode)
+    met = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
+    assert report.carried_over + report.restarted == met, "sequences had ended before the commit"
     fresh = rig.ask([9, 4, 5])
     for told in rig.finish(*numbers):
-        assert len(told.ids) == LONG
+        assert len(told.ids) == LONGER
         ages = oldest(np.array(told.versions, np.int32)).tolist()  # a mixed version counts as the older one
         assert ages == sorted(ages), "a token of the old weights came after one of the new"
         _honest(rig, told, old, mode)
@@ -305,14 +311,16 @@ def entropies(rig: Rig) -> None:
 def pinned(rig: Rig) -> None:
     """Its tokens are of the weights that it began with, whatever is committed."""
     old = rig.version
-    request = rig.request([3, 4], max_new_tokens=LONG)
+    rig.stage()
+    request = rig.request([3, 4], max_new_tokens=LONGER)
     pinned = GenerateRequest(
         request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, pinned=True
     )  # fmt: skip
     rig.core.add(pinned)
     number = rig.follow(pinned)
     rig.until(lambda: bool(rig.told[number].ids))
-    rig.publish(Interrupt.INFLIGHT)
+    rig.core.commit(rig.version, Interrupt.INFLIGHT)
+    rig.swapped()
     (told,) = rig.finish(number)
     assert set(told.versions) == {old}
 
