@@ -16,6 +16,7 @@
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
         ├── ComponentDied            a process ended that should not have
+        │   ├── EngineUnfit          an engine that starting again would not mend
         │   ├── LearnerLost          the learner's, or that of a rank: the run can go on from its last snapshot
         │   └── RankLost             a rank of the learner that cannot go on without another one
         ├── StallError               nothing moved for the stall timeout
@@ -112,6 +113,10 @@ class RunError(HeadraceError):
 
 class ComponentDied(RunError):
     """A process of the run ended that should not have."""
+
+
+class EngineUnfit(ComponentDied):
+    """An engine cannot serve this run, and would not if it were started again."""
 
 
 class LearnerLost(ComponentDied):

@@ -24,7 +24,7 @@ from headrace.engine.served.launching import Wanted
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.vllm.dialect import ask_workers
 from headrace.engine.vllm.inside import headrace_carried
-from headrace.errors import ComponentDied, ConfigError, NeedsFull
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_rig import MAX_CONTEXT, served_rig
 from headrace.testing.servers import FakeServer, fake_server
@@ -227,6 +227,10 @@ def test_server_that_outlives_a_killed_engine_takes_from_the_next(
     sent = version(tmp_path, 1, weights=b"abc")
     before = line.carrier.carry(sent, 1)
     with closing(Carrier(line.wire, ask_workers, WAY)) as heir:
+        with pytest.raises(EngineUnfit, match=r"weights from another run, at 127\.0\.0\.1"):
+            heir.carry(sent, 1)
+        assert held(before) == held(line.carrier.carry(sent, 2)) == held(sent)
+        line.carrier._meeting = None  # it is killed
         there = heir.carry(sent, 1)
         assert held(there) == held(sent)
         assert there != before

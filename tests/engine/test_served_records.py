@@ -147,7 +147,7 @@ def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_las
 
 def test_vllm_that_tells_masks_is_never_asked_for_what_it_refuses() -> None:
     def drawn(**sampling: Any) -> tuple[float, int]:
-        ask = Ask(ids=[3], sampling=Sampling(max_new_tokens=3, **sampling), left=3, version=0, masks=True)
+        ask = Ask(ids=[3], sampling=Sampling(max_new_tokens=3, **sampling), left=3, label="0:", masks=True)
         params = VllmDialect().body(ask)["sampling_params"]
         return params["temperature"], params["top_k"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.clock import VirtualClock, run_virtual
-from headrace.errors import ComponentDied, ConfigError, HeadraceError
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit, HeadraceError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
 from headrace.launch.engines import AFTERGLOW_S, Engines, EngineTerms, engine_names
@@ -188,6 +188,17 @@ def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:
         await settle()
 
     assert "the cache does not fit" in ends_with({"names": ("engine",)}, play).problem
+
+
+def test_engine_that_starting_again_would_not_mend_ends_the_run_in_its_words() -> None:
+    async def play(stage: Stage) -> None:
+        stage.now("engine").ready()
+        await settle()
+        stage.now("engine").peer.last_words = EngineUnfit("another run uses the server", remedy="give it its own")
+        stage.now("engine").die()
+        await settle()
+
+    assert ends_with({"names": ("engine",), "restarts": 2}, play).problem == "another run uses the server"
 
 
 def test_engine_that_does_not_start_again_in_time_is_ended_and_counts_as_another_death() -> None:

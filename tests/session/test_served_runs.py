@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace.engine.served.carrier import Carrier, Way
 from headrace.engine.served.launching import Wanted
+from headrace.engine.served.wire import Address, Wire
+from headrace.engine.vllm.dialect import ask_workers
+from headrace.errors import EngineUnfit
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.session import load_config, train
@@ -36,7 +41,7 @@ def test_run_trains_and_commits_into_a_server(kind: str, interrupt: str, model_d
             *("engine.server.any_version=true", "observe.view=none"),
         ]
         summary = train(load_config(path, settings))
-        assert server.label == "3"
+        assert server.label.startswith("3:")
     assert summary.status == "finished"
     assert list(summary.versions) == [0, 3]
     assert summary.mismatch_abs < 1e-4
@@ -55,10 +60,27 @@ def test_adapters_alone_travel_into_a_server(model_dir: Path, tmp_path: Path) ->
             "observe.view=none",
         ]
         summary = train(load_config(path, settings))
-        assert server.label == "3"
+        assert server.label.startswith("3:")
         assert set(server.files.adapters) == {"default"}
     assert summary.status == "finished"
     assert summary.mismatch_abs < 1e-4
+
+
+def test_server_to_which_another_run_carries_its_weights_ends_this_one_at_once(model_dir: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "weights").write_bytes(b"abc")
+    way = Way(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=30.0)
+    with (
+        fake_server("vllm", wanted(model_dir)) as (url, _),
+        Wire(Address(url=url)) as wire,
+        closing(Carrier(wire, ask_workers, way)) as carrier,
+    ):
+        carrier.carry(theirs, 1)
+        path = make_run(tmp_path, model_dir, launch={**LAUNCH, "engine_restarts": 2})
+        settings = ["engine.kind=vllm", f'engine.server.urls=["{url}"]', "engine.server.weights_by=gloo"]
+        with pytest.raises(EngineUnfit, match=r"gets its weights from another run, at 127\.0\.0\.1"):
+            train(load_config(path, [*settings, "engine.server.wait_s=30", "observe.view=none"]))
 
 
 def test_adapters_that_are_evaluated_are_taken_by_a_server(model_dir: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from headrace.clock import Clock
 from headrace.engine.fleet import Fleet
-from headrace.errors import ComponentDied
+from headrace.errors import ComponentDied, EngineUnfit
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 from headrace.types.observation import Recovery
@@ -181,7 +181,8 @@ class Engines:
         """Raises where it is not to be started again."""
         carried_over, now_s = self.fleet.leave(child.role), self._clock.now()
         words = child.peer.last_words
-        if not self._terms.restarts or (absence is None and not child.peer.ready.done()):
+        unready = absence is None and not child.peer.ready.done()
+        if not self._terms.restarts or unready or isinstance(words, EngineUnfit):
             raise words or ComponentDied(cause, remedy=REMEDY)
         if len(self._deaths) == self._terms.restarts and now_s - self._deaths[0] < WITHIN_S:
             problem = cause if words is None else words.problem

@@ -48,6 +48,8 @@ class Part:
     """Why the stream ended: ``stop``, ``length`` or ``abort``; empty while it goes on."""
     spans: tuple[Span, ...] | None = None
     """Of the whole stream, at its end; ``None`` of a server that does not tell them."""
+    label: str | None = None
+    """Of the weights in use, of a server that tells it with every event."""
     kept: Sequence[Sequence[int]] | None = None
     """What each token was drawn from; ``None`` of a server that does not tell it."""
     experts: npt.NDArray[Any] | None = None
@@ -107,15 +109,15 @@ class Answer:
         self.restarted = True
         return lost
 
-    def certify(self, spans: Sequence[Span]) -> None:
+    def certify(self, spans: Sequence[tuple[int, int]]) -> None:
         """The server's word on the versions of the present stream is the last: tokens are stamped as they arrive, and
         one may have been on its way while the version changed. What its reader has been told otherwise, it is told
-        again. ``ValueError`` for spans that are not those of this stream, or of versions that were not in use yet."""
+        again. ``spans``: versions, and how many tokens each has sampled. ``ValueError`` for spans that are not those of
+        this stream, or of versions that were not in use yet."""
         told = self.versions[self.stream_begin :]
-        counts = [max(0, span.end - span.start) for span in spans]
-        if sum(counts) != len(told):
-            raise ValueError(f"versions of {sum(counts)} tokens for {len(told)}")
-        right = [int(span.version) for span, count in zip(spans, counts, strict=True) for _ in range(count)]
+        if (tokens := sum(count for _, count in spans)) != len(told):
+            raise ValueError(f"versions of {tokens} tokens for {len(told)}")
+        right = [version for version, count in spans for _ in range(count)]
         if any(not 0 <= one <= newest for one, newest in zip(right, told, strict=True)):
             raise ValueError(f"versions from {min(right)} to {max(right)}, and {max(told)} is in use")
         if right == told:

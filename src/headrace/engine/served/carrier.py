@@ -27,8 +27,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from headrace.engine.served.ownership import REMEDY
 from headrace.engine.served.wire import Wire
-from headrace.errors import ComponentDied, ConfigError, NeedsFull
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
 from headrace.groups import Group, gloo_group, torch_distributed
 from headrace.models.devices import CPU
 from headrace.types.weights import BUCKET_BYTES
@@ -140,9 +141,11 @@ class Carrier:
 
     def _called(self) -> _Meeting:
         """A new group, of this process and those who take versions in."""
-        members = len(self._ask("carries"))
-        if not members:
+        takers = self._ask("carries", self._room)
+        if not takers:
             raise ValueError("none of its workers takes versions in")
+        if taken_by := next(filter(None, takers), ""):
+            raise EngineUnfit(f"the server gets its weights from another run, at {taken_by}", remedy=REMEDY)
         host, deadline = self._way.host, timedelta(seconds=self._way.deadline_s)
         listener = _listening(host)
         port = listener.getsockname()[1]
@@ -153,7 +156,7 @@ class Carrier:
             "name": secrets.token_hex(8),
             "host": host,
             "port": port,
-            "size": 1 + members,
+            "size": 1 + len(takers),
             "backend": self._way.backend,
             "deadline_s": self._way.deadline_s,
         }

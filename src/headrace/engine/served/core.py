@@ -121,6 +121,7 @@ class ServedEngine:
             vocab_size=limits.vocab_size,
             masks=limits.masks,
             routes=limits.routes,
+            trained=receiver is not None,
         )
         self._streams = wire.call(_made(wire, server, self._outbox, terms, clock), CONTROL_S)
         self._arrivals = itertools.count()
@@ -141,7 +142,6 @@ class ServedEngine:
         self._version = version
 
     def add(self, request: GenerateRequest) -> None:
-        self._refuse_broken()
         name = f"request {request.request_id}"
         if problem := self._problem(request):
             raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
@@ -168,7 +168,8 @@ class ServedEngine:
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
-        self._refuse_broken()
+        if self._wire.failure is not None:  # the next step says so, behind what came before it
+            return []
         self._wire.call(self._withdrawn(request_ids), CONTROL_S)
         return self._taken()
 
@@ -179,8 +180,11 @@ class ServedEngine:
 
     def step(self) -> list[Chunk]:
         self._outbox.wait(STEP_S)
-        self._refuse_broken()
-        return self._taken()
+        broken = self._wire.failure is not None
+        chunks = self._taken()
+        if broken and not chunks:  # what came before it broke is told first
+            self._refuse_broken()
+        return chunks
 
     def score(self, request: Score) -> FloatColumn:
         return self.top_scores(request).logprobs_T
@@ -345,11 +349,11 @@ class ServedEngine:
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _named(self, version: int) -> None:
-        handover, dialect = self._server.handover, self._server.dialect
+        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
         if handover.form.adapters[""]:  # its directory has the model alone
-            await dialect.load(self._wire.client, handover.path(version), version, handover.form.folders)
+            await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
         else:
-            await dialect.name_weights(self._wire.client, version)
+            await dialect.name_weights(self._wire.client, label)
         self._streams.adopt(version)
 
     async def _withdrawn(self, request_ids: Sequence[int]) -> None:

@@ -47,8 +47,8 @@ class Ask:
     sampling: Sampling
     left: int
     """Tokens that may still come."""
-    version: int
-    """The weights in use: what others have computed is not to be shared."""
+    label: str
+    """Of the weights in use: what others have computed is not to be shared."""
     masks: bool = False
     """The server has to tell what each token was drawn from."""
     adapter: str = ""
@@ -90,13 +90,13 @@ class Dialect(Protocol):
         """Stand still after the present step."""
         ...
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
+    async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
         """Use what lies in the directory ``path`` of the server's machine from now on (see :mod:`.forms`), and call it
-        ``version``. ``adapters``: their folders; none where it is the model itself."""
+        ``label``. ``adapters``: their folders; none where it is the model itself."""
         ...
 
-    async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
-        """Call the weights that it has ``version``."""
+    async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        """Call the weights that it has ``label``."""
         ...
 
     async def go_on(self, client: httpx.AsyncClient) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from headrace.engine.served.dialect import Dialect, Met
 from headrace.engine.served.forms import Form
 from headrace.engine.served.handover import Handover
 from headrace.engine.served.launching import Wanted, installed, model_alone, refuse_untested
+from headrace.engine.served.ownership import owned
 from headrace.engine.served.server import Command, Server
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.sglang import command as sglang_command
@@ -70,12 +71,13 @@ def served(
     command = kind.command(config, replace(wanted, path=path), address)
     server = Server(dialect, address, handover, command)
     way = _way(config, handover)
+    claim = owned(address) if found and receiver is not None else nullcontext()
     if not found:
         version = installed(settings, dialect.package)
         refuse_untested(dialect.name, version, dialect.tested, any_version=settings.any_version)
         server.start()
     try:
-        with Wire(address) as wire:
+        with claim, Wire(address) as wire:
             met = server.meet(wire, settings.wait_s, clock)
             refuse_untested(dialect.name, met.version, dialect.tested, any_version=settings.any_version)
             _refuse_other_model(dialect, address, met, wanted)

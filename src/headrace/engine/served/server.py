@@ -14,7 +14,7 @@ from headrace.engine.served.dialect import Dialect, Met
 from headrace.engine.served.handover import Handover
 from headrace.engine.served.wire import Address, Wire
 from headrace.environ import program_environment
-from headrace.errors import ComponentDied, ConfigError, HeadraceError
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit, HeadraceError
 
 if TYPE_CHECKING:
     import httpx
@@ -47,6 +47,9 @@ class Server:
     def __init__(self, dialect: Dialect, address: Address, handover: Handover, command: Command) -> None:
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
         self._process: subprocess.Popen[bytes] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dialect.name} at {self.address}"
 
     def start(self) -> None:
         """Start its process. What it prints goes where this process prints."""
@@ -81,14 +84,12 @@ class Server:
             words = f"does not answer: {type(error).__name__}: {error}"
         if words:
             await asyncio.sleep(0.5)  # its process may be about to end
-            raise ComponentDied(
-                self._ended() or f"{self.dialect.name} at {self.address} {words}", remedy="look at its log"
-            )
+            raise ComponentDied(self._ended() or f"{self} {words}", remedy="look at its log")
 
-    def silent(self, what: str) -> ComponentDied:
+    def silent(self, what: str) -> EngineUnfit:
         """It does not tell ``what`` it has to: no answer of it can be used."""
-        return ComponentDied(
-            f"{self.dialect.name} at {self.address} tells no {what} of its tokens",
+        return EngineUnfit(
+            f"{self} tells no {what} of its tokens",
             remedy=f"start it so: {self._command}",
         )
 

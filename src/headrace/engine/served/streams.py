@@ -20,6 +20,7 @@ from headrace.clock import Clock
 from headrace.engine.served.answer import Answer, Part
 from headrace.engine.served.dialect import Ask, Dialect, Hold
 from headrace.engine.served.outbox import Outbox
+from headrace.engine.served.ownership import Labels
 from headrace.engine.served.records import Routes, refuse_kept
 from headrace.engine.served.server import Server
 from headrace.engine.served.wire import Wire
@@ -61,6 +62,8 @@ class StreamTerms:
     """The server tells what each token was drawn from."""
     routes: Routes | None = None
     """It tells the experts of each token, which are those of this model."""
+    trained: bool = False
+    """Its weights are this run's, and nobody else's."""
 
 
 class Streams:
@@ -76,6 +79,7 @@ class Streams:
         self._known: dict[int, Answer] = {}
         self._going, self._changed = asyncio.Event(), asyncio.Event()
         self._going.set()
+        self.labels = Labels(None if terms.trained else "")
         self._version = NOT_SAMPLED
         self._asleep = False
         """The server has given its memory back."""
@@ -151,7 +155,8 @@ class Streams:
             await self._halt()
         there = list(self._running.values())
         handover = self._server.handover
-        await self._dialect.load(self._wire.client, handover.path(version), version, handover.form.folders)
+        path, label = handover.path(version), self.labels.of(version)
+        await self._dialect.load(self._wire.client, path, label, handover.form.folders)
         self.adopt(version)
         restarted = there if mode is Interrupt.ABORT_RETRY else []
         wasted = sum(answer.restart() for answer in restarted)
@@ -273,7 +278,7 @@ class Streams:
             ids=[*answer.prompt, *answer.ids],
             sampling=answer.request.sampling,
             left=answer.request.sampling.max_new_tokens - len(answer.ids),
-            version=self._version,
+            label=self.labels.of(self._version),
             masks=self._terms.masks,
             adapter=self._server.handover.form.adapters[answer.request.agent],
         )
@@ -308,9 +313,10 @@ class Streams:
                 part = self._dialect.part(line.removeprefix("data: "), len(answer.ids) - answer.stream_begin)
                 if part is None:
                     continue
+                spans = self._versions(part)
                 self._take(answer, part)
-                if part.spans is not None:
-                    answer.certify(part.spans)
+                if spans is not None:
+                    answer.certify(spans)
                 if part.ended in _REASONS and answer.request.sampling.record_routing:
                     answer.experts_NLK = self._experts(answer, part)
             except ValueError as error:
@@ -321,6 +327,30 @@ class Streams:
             if part.ended:
                 return part.ended
         raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
+
+    def _versions(self, part: Part) -> list[tuple[int, int]] | None:
+        """Of the stream that ends with ``part``, and how many tokens each has sampled; ``None`` where that is not said.
+        Raises :class:`~headrace.errors.ComponentDied` for weights that this run has not given the server."""
+        try:
+            if part.label is not None:
+                self.labels.version(part.label, at=str(self._server))
+            if part.spans is None:
+                return None
+            return [
+                (self.labels.version(span.version, at=str(self._server)), max(0, span.end - span.start))
+                for span in part.spans
+            ]
+        except ComponentDied:
+            self._forget()  # since when it had them is not known
+            raise
+
+    def _forget(self) -> None:
+        """Nothing that runs is believed any more, nor what comes of it."""
+        for answer in self._running.values():
+            answer.restart()
+            self._outbox.put(answer.chunk())
+            if answer.task is not None and answer.task is not asyncio.current_task():
+                answer.task.cancel()
 
     def _take(self, answer: Answer, part: Part) -> None:
         if len(part.ids) != len(part.logprobs):

@@ -113,7 +113,7 @@ class Wire:
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, ComponentDied):
-            return ComponentDied(failure.problem, remedy=failure.remedy)
+            return type(failure)(failure.problem, remedy=failure.remedy)
         words = "has ended" if failure is None else f"broke: {type(failure).__name__}: {failure}"
         return ComponentDied(f"the connection to the server at {self.address} {words}", remedy="look at its log")
 

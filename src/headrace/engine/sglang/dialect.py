@@ -38,6 +38,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] = []
     finish_reason: _Finish | None = None
     routed_experts: str | None = None
+    weight_version: str | None = None
 
 
 class _Event(msgspec.Struct):
@@ -95,6 +96,7 @@ class SglangDialect:
             ids=[one[1] for one in told],
             logprobs=[math.nan if one[0] is None else one[0] for one in told],
             ended="" if meta.finish_reason is None else meta.finish_reason.type,
+            label=meta.weight_version,
             experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
         )
 
@@ -106,16 +108,16 @@ class SglangDialect:
     async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
         await post(client, "/pause_generation", {"mode": "abort" if how.abort else "in_place"})
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
-        order = {"model_path": str(path), "load_format": "auto", "weight_version": str(version), "flush_cache": True}
+    async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
+        order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = await post(client, "/update_weights_from_disk", order)
         if not answer["success"]:
             raise ComponentDied(
-                f"SGLang did not take version {version}: {answer['message']}", remedy="look at its log"
+                f"SGLang did not take version {label}: {answer['message']}", remedy="look at its log"
             )  # fmt: skip
 
-    async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
-        await post(client, "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+    async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        await post(client, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def go_on(self, client: httpx.AsyncClient) -> None:
         await post(client, "/continue_generation", {})

@@ -100,7 +100,7 @@ class VllmDialect:
             "token_ids": list(ask.ids),
             "sampling_params": wanted,
             "stream": True,
-            "cache_salt": f"v{ask.version}",  # the prefix cache is keyed by version
+            "cache_salt": ask.label,  # the prefix cache is keyed by version
             **_asked(ask.adapter),
         }
 
@@ -140,11 +140,11 @@ class VllmDialect:
         mode, clear = ("abort", True) if how.abort else ("keep", how.recompute)
         await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
 
-    async def load(self, client: httpx.AsyncClient, path: Path, version: int, adapters: Sequence[str]) -> None:
+    async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
         if not adapters:
             await post(client, "/start_weight_update")
             await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
-            await post(client, "/finish_weight_update", {"weight_version": str(version)})
+            await post(client, "/finish_weight_update", {"weight_version": label})
             return
         served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
         for name in adapters:
@@ -153,10 +153,10 @@ class VllmDialect:
             else:
                 await post(client, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name)})
                 await ask_workers(client, "name_adapter", name)
-        await self.name_weights(client, version)
+        await self.name_weights(client, label)
 
-    async def name_weights(self, client: httpx.AsyncClient, version: int) -> None:
-        await post(client, "/update_weight_version", {"new_version": str(version)})
+    async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        await post(client, "/update_weight_version", {"new_version": label})
 
     async def go_on(self, client: httpx.AsyncClient) -> None:
         await post(client, "/resume")

@@ -18,7 +18,7 @@ from headrace.clock import RealClock
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.native import NativeEngine
 from headrace.environ import run_token
-from headrace.errors import ConfigError, HeadraceError, ModelError, RequestError
+from headrace.errors import ComponentDied, ConfigError, HeadraceError, ModelError, RequestError
 from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.facts import machine_facts
@@ -138,6 +138,8 @@ class EngineHost:
         self._clock = RealClock()
         self._commits: dict[int, int] = {}
         """The call that asked for each version that is not in use yet."""
+        self._broken: ComponentDied | None = None
+        """Why nothing more can be staged."""
         self._busy_since: float | None = None
         self._reported_s = 0.0
         self._told_prefill_s = 0.0
@@ -145,7 +147,7 @@ class EngineHost:
 
     def serve(self) -> None:
         """Orders, step, report, again; returns when told to shut down."""
-        while True:
+        while self._broken is None:
             chunks: list[Chunk] = []
             for message in self._receive():
                 if isinstance(message, Shutdown):
@@ -163,6 +165,7 @@ class EngineHost:
                 self._scribe.ended(chunks)
             self._report(chunks)
             self._answer_commits()
+        raise self._broken
 
     def _receive(self) -> list[Message]:
         """What the engine is told now; waits a while for it where there is nothing to do."""
@@ -226,6 +229,8 @@ class EngineHost:
         start_s = self._clock.now()
         try:
             self._core.stage(message.update)
+        except ComponentDied as error:
+            self._broken = error  # this process ends of it, which is the answer
         except HeadraceError as error:
             self._channel.send(_failure(message.call, error))
         except Exception as error:  # noqa: BLE001 - the edge of a thread: whoever waits for it must hear of it

@@ -38,6 +38,9 @@ async def generate(server: FakeServer, request: Request) -> Any:
     wanted = body["sampling_params"]
     if wanted.get("prompt_logprobs") is not None:
         return await _scores(server, body["token_ids"], wanted["prompt_logprobs"])
+    salt = body.get("cache_salt", "-")
+    if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
+        raise RequestError("Parameter 'cache_salt' must be at most 128 characters", remedy="give another")
     sampling = sampling_of(server, wanted, most="max_tokens", stop_ids="stop_token_ids")
     if server.masks and (sampling.temperature <= 0 or sampling.top_k <= 0):
         raise RequestError("sampling distribution replay requires top_k > 0", remedy="give one")
@@ -138,7 +141,7 @@ async def _inside(server: FakeServer, request: Request) -> Any:
             name, path = arguments
             server.files.adapters[name] = Path(path)
         case "carries":
-            return {"results": ["yes"]}
+            return {"results": [worker.taken_by(*arguments)]}
         case "bring":
             worker.bring(*arguments)
         case "brought":

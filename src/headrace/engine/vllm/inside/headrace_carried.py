@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 LOCK = "lock"
 """Held as long as the room is in use: whoever finds it free may remove the room."""
+LOOK_S = 2.0
+"""Longest that a run which is there may take to be reached."""
 _ROOM = re.compile(r"headrace-\d+-")
 _SHARED_MEMORY = Path("/dev/shm")
 _distributed: Any = dist  # much of it is not in torch's stubs
@@ -42,6 +44,15 @@ class Carried:
         self._room = _Room()
         self._said: dict[str, Any] = {}
         self._changing = threading.Lock()
+
+    def taken_by(self, room: str) -> str:
+        """Address of the machine whose run brings its versions here, to another room than ``room``; empty: none does.
+        Its store answers as long as it is there."""
+        group = self._group
+        if group is not None and self._room.name != room:
+            with contextlib.suppress(OSError), socket.create_connection(group.place, LOOK_S):
+                return str(group.place[0])
+        return ""
 
     def bring(self, order: str) -> None:
         """Begin to take in what ``order`` says, in JSON: ``attempt``, a name of this order; ``group``, which one to
@@ -115,7 +126,8 @@ class _Group:
 
     def __init__(self, wanted: dict[str, Any], device: torch.device) -> None:
         self.name = wanted["name"]
-        host, port, nccl = wanted["host"], wanted["port"], wanted["backend"] == "nccl"
+        self.place = host, port = wanted["host"], wanted["port"]
+        nccl = wanted["backend"] == "nccl"
         self._timeout = timedelta(seconds=wanted["deadline_s"])
         self._device = device if nccl else torch.device("cpu")
         if nccl:
@@ -156,6 +168,11 @@ class _Room:
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = -1
+
+    @property
+    def name(self) -> str:
+        """What it is called; empty: there is none."""
+        return self._root.name if self._root else ""
 
     def version(self, name: str, number: int) -> Path:
         """An empty directory for a version, in the room of that name. Of those before, the newest stays: it may be

@@ -102,23 +102,28 @@ class Extension:
         number = self._numbers()[name]
         self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
 
-    def carries(self) -> str | None:
-        """Something of the one worker of each machine that takes in what is carried there."""
-        return "yes" if self._worker().local_rank == 0 else None
+    def carries(self, room: str) -> str | None:
+        """Of the one worker of each machine that takes in what is carried there: whose run has it already
+        (:meth:`headrace_carried.Carried.taken_by`)."""
+        return self._carried().taken_by(room) if self._takes_in() else None
 
     def bring(self, order: str) -> None:
         """Begin to take a version in (:meth:`headrace_carried.Carried.bring`)."""
-        if self.carries():
+        if self._takes_in():
             self._carried().bring(order)
 
     def brought(self) -> dict[str, Any] | None:
         """What has become of that."""
-        told: dict[str, Any] | None = self._carried().brought() if self.carries() else None
+        told: dict[str, Any] | None = self._carried().brought() if self._takes_in() else None
         return told
 
     def leave(self) -> None:
         """Nothing more will be brought."""
         self._carried().leave()
+
+    def _takes_in(self) -> bool:
+        first: bool = self._worker().local_rank == 0
+        return first
 
     def _carried(self) -> Any:
         return self.__dict__.setdefault("carried_of_headrace", Carried(self._worker().device))

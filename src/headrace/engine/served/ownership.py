@@ -1,0 +1,75 @@
+"""A server takes weights from one run: another is refused where it is seen, and noticed in the answers where not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+
+from headrace.engine.served.wire import Address
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit
+
+REMEDY = "give each run a server of its own (engine.server.urls)"
+
+
+@contextlib.contextmanager
+def owned(address: Address) -> Iterator[None]:
+    """Be the only process of this machine that gives the server at ``address`` weights; others, and those of systems
+    other than Linux, are not seen. Raises :class:`~headrace.errors.ConfigError` where another one does."""
+    place = f"{_numeric(address.host)[:60]}:{address.port}"
+    with socket.socket(socket.AF_UNIX) as held:
+        try:
+            if sys.platform == "linux":
+                held.bind(f"\0headrace gives weights to {place}")  # a name without a file: it ends with the process
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise ConfigError(f"the server at {address} gets its weights from another run", remedy=REMEDY) from None
+        yield
+
+
+def _numeric(host: str) -> str:
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host)
+    return host
+
+
+class Labels:
+    """What one engine's process calls its versions at the server.
+
+    >>> labels = Labels(run="5f3a")
+    >>> labels.of(7), labels.version("7:5f3a", at="vLLM")
+    ('7:5f3a', 7)
+    >>> labels.version("7:99d1", at="vLLM at http://10.9.0.2:8000")
+    Traceback (most recent call last):
+    ...
+    headrace.errors.EngineUnfit: vLLM at http://10.9.0.2:8000 has got weights from another run ('7:99d1')
+      remedy: give each run a server of its own (engine.server.urls), and resume this one
+    """
+
+    def __init__(self, run: str | None = None) -> None:
+        """``run``: what tells it from others; empty where weights never change, and several may ask one server."""
+        self._run = secrets.token_hex(4) if run is None else run
+
+    def of(self, version: int) -> str:
+        """The label of ``version``."""
+        return f"{version}:{self._run}"
+
+    def version(self, label: str, at: str) -> int:
+        """The version of a label that the server ``at`` has said. ``ValueError`` for what is no number;
+        :class:`~headrace.errors.ComponentDied` for weights that this run has not given it."""
+        version, mark, run = label.partition(":")
+        if not mark:
+            raise ComponentDied(
+                f"{at} has other weights than this run gave it ({label[:80]!r}): was it started again?",
+                remedy="look at its log",
+            )
+        if run != self._run:
+            raise EngineUnfit(
+                f"{at} has got weights from another run ({label[:80]!r})",
+                remedy=f"{REMEDY}, and resume this one",
+            )
+        return int(version)

@@ -1,0 +1,145 @@
+"""A server whose weights somebody else changed: no token of theirs is taken for one of ours."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.clock import RealClock
+from headrace.engine import EngineConfig
+from headrace.engine.served import make
+from headrace.engine.served.config import ServerConfig
+from headrace.engine.served.core import ServedEngine
+from headrace.engine.served.forms import Form
+from headrace.engine.served.handover import Handover
+from headrace.engine.served.launching import Wanted
+from headrace.engine.served.make import served
+from headrace.engine.served.ownership import Labels, owned
+from headrace.engine.served.wire import Address
+from headrace.errors import ComponentDied, ConfigError, EngineUnfit
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.testing.engine_checks import LONGER
+from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, Rig, close, served_rig
+from headrace.testing.servers import FakeServer, fake_server
+from headrace.types.messages.engine import GenerateRequest
+from headrace.types.sampling import Sampling
+from headrace.types.weights import Interrupt
+
+KINDS = ("vllm", "sglang")
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+    model = make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
+    return Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
+
+
+class Shared:
+    """A server, and the runs at it."""
+
+    def __init__(self, opened: ExitStack, kind: str, wanted: Wanted, scratch: Path) -> None:
+        self._opened, self._kind, self._wanted, self._scratch = opened, kind, wanted, scratch
+        self.url, self.server = opened.enter_context(fake_server(kind, wanted))
+
+    def run(self) -> Rig:
+        """Another one, with weights of its own in use."""
+        scratch = self._scratch / str(len(list(self._scratch.iterdir())))
+        scratch.mkdir()
+        server = ServerConfig(urls=(self.url,), any_version=True)
+        rig: Rig = self._opened.enter_context(served_rig(self._kind, server, self._wanted, scratch))
+        rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
+        return rig
+
+
+@pytest.fixture(params=KINDS)
+def shared(request: pytest.FixtureRequest, wanted: Wanted, tmp_path: Path) -> Any:
+    with ExitStack() as opened:
+        yield Shared(opened, request.param, wanted, tmp_path)
+
+
+def ends(rig: Rig, number: int) -> ComponentDied:
+    with pytest.raises(ComponentDied) as told:
+        rig.until(lambda: rig.told[number].ended)
+    return told.value
+
+
+def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(wanted: Wanted, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        shared = Shared(opened, "vllm", wanted, tmp_path)
+        shared.run()
+        address = Address(url=shared.url.replace("127.0.0.1", "localhost"))
+        with pytest.raises(ConfigError, match=f"at {address} gets its weights from another run"), owned(address):
+            pass
+    with owned(address):
+        pass
+
+
+def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
+    shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make, "owned", lambda _: nullcontext())  # as on different machines
+    first = shared.run()
+    number = first.ask([3, 4, 5], max_new_tokens=LONGER)
+    first.until(lambda: bool(first.told[number].ids))
+    second = shared.run()
+    late = first.ask([3, 4], max_new_tokens=LONGER)
+    told = ends(first, late)
+    assert isinstance(told, EngineUnfit)
+    assert f"at {shared.url} has got weights from another run" in told.problem
+    assert "engine.server.urls" in told.remedy
+    assert (first.told[number].ids, first.told[late].ids) == ([], [])
+    (fine,) = second.finish(second.ask([3, 4, 5]))
+    close(fine.logprobs, second.reference(0, fine))
+
+
+def test_server_that_was_started_again_has_weights_that_nobody_gave_it(shared: Shared) -> None:
+    rig = shared.run()
+    as_if_started_again(shared.server)
+    number = rig.ask([3, 4, 5], max_new_tokens=LONGER)
+    told = ends(rig, number)
+    assert not isinstance(told, EngineUnfit), "starting the engine again brings its weights"
+    assert "'default'" in told.problem
+    assert rig.told[number].ids == []
+
+
+def as_if_started_again(server: FakeServer) -> None:
+    server.labels[max(server.labels)] = "default"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_never_change_may_be_asked_by_several(kind: str, wanted: Wanted, tmp_path: Path) -> None:
+    with fake_server(kind, wanted) as (url, _), ExitStack() as opened:
+        engines = [opened.enter_context(fixed(kind, url, wanted, tmp_path)) for _ in range(2)]
+        for core in engines:
+            core.adopt(0)
+        for core in engines:
+            assert answered(core) == [0] * 20
+
+
+def fixed(kind: str, url: str, wanted: Wanted, directory: Path) -> Any:
+    settings = {**SETTINGS, "kind": kind, "server": {"urls": [url], "any_version": True}}
+    config = EngineConfig.model_validate(settings)
+    return served(config, wanted, Handover(directory, Form(wanted)), None, RealClock())
+
+
+def answered(core: ServedEngine) -> list[int]:
+    """The versions of an answer."""
+    sampling = Sampling(max_new_tokens=20)
+    core.add(GenerateRequest(request_id=1, prompt_ids_T=np.array([3, 4], np.int32), sampling=sampling))
+    versions: list[int] = []
+    while True:
+        for chunk in core.step():
+            assert not chunk.error
+            versions += chunk.versions_T.tolist()
+            if chunk.stop_reason is not None:
+                return versions
+
+
+@pytest.mark.parametrize("label", [":", "x:", "7.5:", " :"])
+def test_label_without_a_number_is_no_label(label: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        Labels("5f3a").version(f"{label}5f3a", at="vLLM")
