@@ -114,13 +114,18 @@ def test_a_layer_that_does_more_than_its_modules_is_not_one_call(model_dir: Dire
     assert not any("DecoderLayer" in name or "Doubling" in name for name in report.swapped)
 
 
-def test_weights_exchanged_underneath_take_effect_in_whole_layers(model_dir: Directory) -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_exchanged_underneath_take_effect_in_whole_layers(model_dir: Directory, assign: bool) -> None:
     model, other = load(model_dir, "qwen3"), load(model_dir, "qwen3")
     fuse(model)
     with torch.no_grad():
-        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
-            parameter.data = parameter * 0.5
-            twin.mul_(0.5)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        if assign:
+            model.load_state_dict({name: tensor.clone() for name, tensor in other.state_dict().items()}, assign=True)
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter * 0.5
     fuse(other)
     with torch.inference_mode():
         for one, two in zip(decode(model, 0), decode(other, 0), strict=True):

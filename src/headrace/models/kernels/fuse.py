@@ -152,8 +152,8 @@ def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, Seen]) -> Fused |
         return FusedGated(module, ops)
     if id(module) in seen:
         return FusedAttention(module, ops, seen[id(module)])
-    norm = find_norm(module)
-    return None if norm is None else FusedNorm(module, ops, norm)
+    how = find_norm(module)
+    return None if how is None else FusedNorm(module, ops, how)
 
 
 def _swap(fused: Fused, seen: Seen | None) -> str | None:

@@ -49,12 +49,32 @@ class FusedLinear(Fused):
         return self.ops.linear(input, self.product.weights())
 
 
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """How a module norms."""
+
+    module: nn.Module
+    eps: float
+    plus: float
+    """What is added to its weight."""
+
+    def now(self) -> Norm:
+        """With its weight where it lies now."""
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        return weight, self.eps, self.plus
+
+
 class FusedNorm(Fused):
     """An RMSNorm."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, norm: Norm) -> None:
+    def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
         super().__init__(module, ops)
-        self.norm = norm
+        self._how = how
+
+    @property
+    def norm(self) -> Norm:
+        """As the kernels take it."""
+        return self._how.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
         return self.ops.rms_norm(hidden_states, *self.norm)
@@ -80,9 +100,14 @@ class FusedAttention(Fused):
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
-        self.norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
+        self._norms = [find_norm(getattr(module, name, None)) for name in ("q_norm", "k_norm")]
         self.rule = seen.rule
         self.sizes = [(tensor.shape[1], tensor.shape[2]) for tensor in seen.qkv]
+
+    @property
+    def norms(self) -> list[Norm | None]:
+        """Of queries and of keys, as the kernels take them."""
+        return [None if how is None else how.now() for how in self._norms]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Queries ``[N, H, E]``, keys and values, as the plan takes them."""
@@ -132,7 +157,7 @@ def close(given: Tensor, wanted: Tensor) -> bool:
     return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 
-def find_norm(module: nn.Module | None) -> Norm | None:
+def find_norm(module: nn.Module | None) -> RmsNorm | None:
     """How a module norms, if it is an RMSNorm: found out by asking it."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -143,5 +168,5 @@ def find_norm(module: nn.Module | None) -> Norm | None:
     normed = x * torch.rsqrt(x.square().mean() + eps)
     for plus in (0.0, 1.0):
         if close(normed * (weight + plus), original(x)):
-            return weight, eps, plus
+            return RmsNorm(module, eps, plus)
     return None
