@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
-from headrace.engine.served import make
+from headrace.engine.served import make, ownership
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.core import ServedEngine
 from headrace.engine.served.forms import Form
@@ -76,6 +77,17 @@ def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(wanted: Wa
             pass
     with owned(address):
         pass
+
+
+def test_holder_that_goes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "GOES_S", 60.0)
+    address = Address(url="http://127.0.0.1:1")
+    with ExitStack() as held:
+        held.enter_context(owned(address))
+        gone = threading.Timer(0.3, held.close)
+        gone.start()
+        with owned(address):
+            gone.join()
 
 
 def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(

@@ -27,7 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from headrace.engine.served.ownership import REMEDY
+from headrace.engine.served.ownership import REMEDY, public_name
 from headrace.engine.served.wire import Wire
 from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
 from headrace.groups import Group, gloo_group, torch_distributed
@@ -97,6 +97,7 @@ class Carrier:
 
     def __init__(self, wire: Wire, ask_workers: AskWorkers, way: Way) -> None:
         self._wire, self._ask_workers, self._way = wire, ask_workers, way
+        self._run = public_name()
         self._room = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
         self._meeting: _Meeting | None = None
         self._used = False
@@ -112,6 +113,7 @@ class Carrier:
             order = {
                 "attempt": attempt,
                 "group": meeting.terms,
+                "run": self._run,
                 "room": self._room,
                 "version": version,
                 "files": list(sizes.items()),
@@ -141,7 +143,7 @@ class Carrier:
 
     def _called(self) -> _Meeting:
         """A new group, of this process and those who take versions in."""
-        takers = self._ask("carries", self._room)
+        takers = self._ask("carries", self._run)
         if not takers:
             raise ValueError("none of its workers takes versions in")
         if taken_by := next(filter(None, takers), ""):

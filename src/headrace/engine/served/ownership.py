@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import errno
+import hashlib
 import secrets
 import socket
 import sys
 from collections.abc import Iterator
 
 from headrace.engine.served.wire import Address
+from headrace.environ import run_token
 from headrace.errors import ComponentDied, ConfigError, EngineUnfit
 
+GOES_S = 3.0
+"""A process that was killed may take so long until it is gone."""
 REMEDY = "give each run a server of its own (engine.server.urls)"
 
 
 @contextlib.contextmanager
 def owned(address: Address) -> Iterator[None]:
     """Be the only process of this machine that gives the server at ``address`` weights; others, and those of systems
-    other than Linux, are not seen. Raises :class:`~headrace.errors.ConfigError` where another one does."""
-    place = f"{_numeric(address.host)[:60]}:{address.port}"
+    other than Linux, are not seen. Raises :class:`~headrace.errors.ConfigError` where another one does, and goes on
+    doing so."""
+    name = f"\0headrace gives weights to {_numeric(address.host)[:60]}:{address.port}"  # of no file: ends with us
     with socket.socket(socket.AF_UNIX) as held:
-        try:
-            if sys.platform == "linux":
-                held.bind(f"\0headrace gives weights to {place}")  # a name without a file: it ends with the process
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigError(f"the server at {address} gets its weights from another run", remedy=REMEDY) from None
+        if sys.platform == "linux" and not _bound(held, name):
+            raise ConfigError(f"the server at {address} gets its weights from another run", remedy=REMEDY)
         yield
+
+
+def public_name() -> str:
+    """What tells this run from others; the same in all processes of a run."""
+    token = run_token() or secrets.token_hex(8)
+    return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
+
+
+def _bound(held: socket.socket, name: str) -> bool:
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            held.bind(name)
+            held.listen()
+            return True
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as holder:
+            holder.settimeout(GOES_S)
+            holder.connect(name)
+            holder.recv(1)  # says nothing until it is gone
+    return False
 
 
 def _numeric(host: str) -> str:

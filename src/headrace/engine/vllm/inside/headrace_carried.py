@@ -45,19 +45,19 @@ class Carried:
         self._said: dict[str, Any] = {}
         self._changing = threading.Lock()
 
-    def taken_by(self, room: str) -> str:
-        """Address of the machine whose run brings its versions here, to another room than ``room``; empty: none does.
-        Its store answers as long as it is there."""
+    def taken_by(self, run: str) -> str:
+        """Address of the machine from which another run than ``run`` brings its versions here; empty: none does. Its
+        store answers as long as it is there."""
         group = self._group
-        if group is not None and self._room.name != room:
+        if group is not None and group.run != run:
             with contextlib.suppress(OSError), socket.create_connection(group.place, LOOK_S):
                 return str(group.place[0])
         return ""
 
     def bring(self, order: str) -> None:
-        """Begin to take in what ``order`` says, in JSON: ``attempt``, a name of this order; ``group``, which one to
-        join, and how; ``room``, what to call the directory of all versions; ``version``, a number; ``files``, their
-        names and lengths; ``bucket``, bytes at a time."""
+        """Begin to take in what ``order`` says, in JSON: ``attempt``, a name of this order; ``run``, whose it is;
+        ``group``, which one to join, and how; ``room``, what to call the directory of all versions; ``version``, a
+        number; ``files``, their names and lengths; ``bucket``, bytes at a time."""
         wanted = json.loads(order)
         with self._changing:
             self._said = {"attempt": wanted["attempt"]}
@@ -88,7 +88,7 @@ class Carried:
 
     def _taken_in(self, order: dict[str, Any]) -> dict[str, Any]:
         attempt, hashes = order["attempt"], []
-        group = self._joined(order["group"], attempt)
+        group = self._joined(order, attempt)
         with self._last(attempt):
             directory = self._room.version(order["room"], order["version"])
         for name, size in order["files"]:
@@ -98,12 +98,12 @@ class Carried:
                 hashes.append(group.receive(file, size, order["bucket"]))
         return {"path": str(directory), "hashes": hashes}
 
-    def _joined(self, wanted: dict[str, Any], attempt: str) -> _Group:
-        group = self._group
+    def _joined(self, order: dict[str, Any], attempt: str) -> _Group:
+        group, wanted = self._group, order["group"]
         if group is None or group.name != wanted["name"]:
             with self._last(attempt):
                 self._group = group = None
-            group = _Group(wanted, self._device)
+            group = _Group(wanted, order["run"], self._device)
             with self._last(attempt):
                 self._group = group
         return group
@@ -124,8 +124,8 @@ class _Overtaken(Exception):
 class _Group:
     """The engine's process, rank 0, and one worker of each machine."""
 
-    def __init__(self, wanted: dict[str, Any], device: torch.device) -> None:
-        self.name = wanted["name"]
+    def __init__(self, wanted: dict[str, Any], run: str, device: torch.device) -> None:
+        self.name, self.run = wanted["name"], run
         self.place = host, port = wanted["host"], wanted["port"]
         nccl = wanted["backend"] == "nccl"
         self._timeout = timedelta(seconds=wanted["deadline_s"])
@@ -168,11 +168,6 @@ class _Room:
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = -1
-
-    @property
-    def name(self) -> str:
-        """What it is called; empty: there is none."""
-        return self._root.name if self._root else ""
 
     def version(self, name: str, number: int) -> Path:
         """An empty directory for a version, in the room of that name. Of those before, the newest stays: it may be

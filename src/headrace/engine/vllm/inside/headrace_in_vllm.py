@@ -102,10 +102,10 @@ class Extension:
         number = self._numbers()[name]
         self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
 
-    def carries(self, room: str) -> str | None:
+    def carries(self, run: str) -> str | None:
         """Of the one worker of each machine that takes in what is carried there: whose run has it already
         (:meth:`headrace_carried.Carried.taken_by`)."""
-        return self._carried().taken_by(room) if self._takes_in() else None
+        return self._carried().taken_by(run) if self._takes_in() else None
 
     def bring(self, order: str) -> None:
         """Begin to take a version in (:meth:`headrace_carried.Carried.bring`)."""
