@@ -54,7 +54,9 @@ class RmsNorm:
     """How a module norms."""
 
     module: nn.Module
+    """Whose weight it is."""
     eps: float
+    """What is added to the mean square."""
     plus: float
     """What is added to its weight."""
 
