@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headrace.errors import EnvError
 from headrace.launch import child
 from headrace.launch.clients.scorer import MAX_DEATHS
+from headrace.launch.here import computed_s
 from headrace.launch.hosts import SPOKE
 from headrace.scoring import Scores
 from tests.launch.workers import crew, is_alive, processes_of, task
@@ -118,11 +122,26 @@ def test_calls_that_wait_their_turn_are_not_late(tmp_path: Path) -> None:
 
 def test_calls_that_are_late_because_they_compute_together_are_made_again_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        async with crew(tmp_path, DEEDS, timeout_s=1.2) as at:
-            assert await at.score(*["compute 0.2"] * 12) == [ONE] * 12  # together twice the deadline, alone a sixth
+        async with crew(tmp_path, DEEDS, timeout_s=2.0) as at:
+            assert await at.score(*["compute 0.25"] * 16) == [ONE] * 16  # together twice the deadline, alone an eighth
             assert len(at.children) > 1
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process waits for is told by Linux alone")
+def test_a_worker_that_others_keep_from_the_processor_counts_as_computing() -> None:
+    pinned = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", pinned]) for _ in range(4)]
+    try:
+        while sum(used := [psutil.Process(each.pid).cpu_times().user for each in spinning]) < 1.0:
+            assert all(each.poll() is None for each in spinning)
+        assert sum(computed_s(each.pid) for each in spinning) > 2 * sum(used), "one of four computes at a time"
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+    assert computed_s(spinning[0].pid) == 0
 
 
 def test_calls_under_a_worker_that_is_replaced_are_made_again(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Process(Protocol):
         ...
 
     async def computed_s(self) -> float:
-        """Processor time that it has used; 0 where nobody can tell any more."""
+        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         ...
 
     def ending(self) -> str:
@@ -165,7 +165,7 @@ class Child:
         return self._process.working_pid
 
     async def computed_s(self) -> float:
-        """Processor time that it has used; 0 where nobody can tell any more."""
+        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         return await self._process.computed_s()
 
     @property

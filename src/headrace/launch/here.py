@@ -147,11 +147,7 @@ class LocalProcess:
         await self.wait()
 
     async def computed_s(self) -> float:
-        try:
-            times = psutil.Process(self.working_pid).cpu_times()
-        except psutil.Error:  # it has just ended
-            return 0.0
-        return float(times.user + times.system)
+        return computed_s(self.working_pid)
 
     def ending(self) -> str:
         assert self.returncode is not None
@@ -249,6 +245,23 @@ def lines_of(log: Path) -> list[str]:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+
+
+def computed_s(pid: int) -> float:
+    """Processor time that a process has used, and on Linux the time that it would have computed beside others too; 0
+    where nobody can tell any more."""
+    told_ns = 0
+    for told in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):  # a thread that has just ended
+            used, waited, _ = told.read_text().split()
+            told_ns += int(used) + int(waited)
+    if told_ns:
+        return told_ns / 1e9
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:  # it has just ended
+        return 0.0
+    return float(times.user + times.system)
 
 
 def exit_words(code: int) -> str:

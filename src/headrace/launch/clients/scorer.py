@@ -34,7 +34,7 @@ class Worker(Protocol):
     peer: Peer
 
     async def computed_s(self) -> float:
-        """Processor time that it has used; 0 where nobody can tell any more."""
+        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         ...
 
     async def died(self) -> str:

@@ -130,7 +130,7 @@ class Keeper:
             await self._process.kill()
 
     async def computed_s(self) -> float:
-        """Processor time that it has used."""
+        """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         return await self._running().computed_s()
 
     def _running(self) -> LocalProcess:
