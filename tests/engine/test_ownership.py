@@ -154,4 +154,17 @@ def answered(core: ServedEngine) -> list[int]:
 @pytest.mark.parametrize("label", [":", "x:", "7.5:", " :"])
 def test_label_without_a_number_is_no_label(label: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        Labels("5f3a").version(f"{label}5f3a", at="vLLM")
+        Labels("vLLM", "5f3a").version(f"{label}5f3a")
+
+
+def test_nothing_comes_any_more_of_what_is_forgotten(shared: Shared) -> None:
+    rig = shared.run()
+    numbers = [rig.ask([3, at], max_new_tokens=LONGER) for at in range(3)]
+    rig.until(lambda: all(rig.told[number].ids for number in numbers))
+    streams = rig.core._streams
+
+    async def forgotten() -> list[int]:
+        streams._forget()
+        return [answer.task.cancelling() for answer in streams._running.values()]
+
+    assert rig.core._wire.call(forgotten(), 30) == [1, 1, 1]

@@ -18,7 +18,7 @@ from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.session import load_config, train
 from headrace.session.evaluating import evaluate
-from headrace.testing.servers import fake_server
+from headrace.testing.servers import FakeServer, fake_server
 from tests.session.runs import make_run
 
 VOCAB = "0123456789+="
@@ -81,6 +81,26 @@ def test_server_to_which_another_run_carries_its_weights_ends_this_one_at_once(m
         settings = ["engine.kind=vllm", f'engine.server.urls=["{url}"]', "engine.server.weights_by=gloo"]
         with pytest.raises(EngineUnfit, match=r"gets its weights from another run, at 127\.0\.0\.1"):
             train(load_config(path, [*settings, "engine.server.wait_s=30", "observe.view=none"]))
+
+
+def test_server_that_is_started_again_gets_the_weights_of_the_run_anew(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, labels = FakeServer.load, list[str]()
+
+    async def loaded(server: FakeServer, where: Path, label: str) -> None:
+        labels.append(label)
+        await load(server, where, label if len(labels) > 1 else "default")
+
+    monkeypatch.setattr(FakeServer, "load", loaded)
+    with fake_server("vllm", wanted(model_dir)) as (url, _):
+        path = make_run(tmp_path, model_dir, launch={**LAUNCH, "engine_restarts": 1})
+        settings = ["engine.kind=vllm", f'engine.server.urls=["{url}"]', "engine.server.wait_s=30", "observe.view=none"]
+        summary = train(load_config(path, settings))
+    assert summary.status == "finished"
+    assert [label.partition(":")[0] for label in labels] == ["0", "0", "1", "2", "3"]
+    assert summary.mismatch_abs < 1e-4
+    assert summary.ledger.groups.trained == summary.ledger.groups.submitted
 
 
 def test_adapters_that_are_evaluated_are_taken_by_a_server(model_dir: Path, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def lines_of(log: Path) -> list[str]:
 
 
 def computed_s(pid: int) -> float:
-    """Processor time that a process has used, and on Linux the time that it would have computed beside others too; 0
+    """Processor time that a process has used, and on Linux the time that its threads have waited for a processor; 0
     where nobody can tell any more."""
     told_ns = 0
     for told in Path(f"/proc/{pid}/task").glob("*/schedstat"):

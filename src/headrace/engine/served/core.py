@@ -100,7 +100,7 @@ class Limits:
 class ServedEngine:
     """Made by :func:`headrace.engine.served.make.served`. ``receiver`` is ``None`` where the weights never change."""
 
-    def __init__(  # gate: parameters - what an engine is made of
+    def __init__(
         self,
         wire: Wire,
         server: Server,

@@ -58,36 +58,37 @@ def _numeric(host: str) -> str:
 class Labels:
     """What one engine's process calls its versions at the server.
 
-    >>> labels = Labels(run="5f3a")
-    >>> labels.of(7), labels.version("7:5f3a", at="vLLM")
+    >>> labels = Labels("vLLM at http://10.9.0.2:8000", run="5f3a")
+    >>> labels.of(7), labels.version("7:5f3a")
     ('7:5f3a', 7)
-    >>> labels.version("7:99d1", at="vLLM at http://10.9.0.2:8000")
+    >>> labels.version("7:99d1")
     Traceback (most recent call last):
     ...
     headrace.errors.EngineUnfit: vLLM at http://10.9.0.2:8000 has got weights from another run ('7:99d1')
       remedy: give each run a server of its own (engine.server.urls), and resume this one
     """
 
-    def __init__(self, run: str | None = None) -> None:
-        """``run``: what tells it from others; empty where weights never change, and several may ask one server."""
-        self._run = secrets.token_hex(4) if run is None else run
+    def __init__(self, server: str, run: str | None = None) -> None:
+        """``server``: for people. ``run``: what tells it from others; empty where weights never change, and several may
+        ask one server."""
+        self._server, self._run = server, secrets.token_hex(4) if run is None else run
 
     def of(self, version: int) -> str:
         """The label of ``version``."""
         return f"{version}:{self._run}"
 
-    def version(self, label: str, at: str) -> int:
-        """The version of a label that the server ``at`` has said. ``ValueError`` for what is no number;
+    def version(self, label: str) -> int:
+        """The version of a label that the server has said. ``ValueError`` for what is no number;
         :class:`~headrace.errors.ComponentDied` for weights that this run has not given it."""
         version, mark, run = label.partition(":")
         if not mark:
             raise ComponentDied(
-                f"{at} has other weights than this run gave it ({label[:80]!r}): was it started again?",
+                f"{self._server} has other weights than this run gave it ({label[:80]!r}): was it started again?",
                 remedy="look at its log",
             )
         if run != self._run:
             raise EngineUnfit(
-                f"{at} has got weights from another run ({label[:80]!r})",
+                f"{self._server} has got weights from another run ({label[:80]!r})",
                 remedy=f"{REMEDY}, and resume this one",
             )
         return int(version)

@@ -79,7 +79,7 @@ class Streams:
         self._known: dict[int, Answer] = {}
         self._going, self._changed = asyncio.Event(), asyncio.Event()
         self._going.set()
-        self.labels = Labels(None if terms.trained else "")
+        self.labels = Labels(str(server), None if terms.trained else "")
         self._version = NOT_SAMPLED
         self._asleep = False
         """The server has given its memory back."""
@@ -333,13 +333,10 @@ class Streams:
         Raises :class:`~headrace.errors.ComponentDied` for weights that this run has not given the server."""
         try:
             if part.label is not None:
-                self.labels.version(part.label, at=str(self._server))
+                self.labels.version(part.label)
             if part.spans is None:
                 return None
-            return [
-                (self.labels.version(span.version, at=str(self._server)), max(0, span.end - span.start))
-                for span in part.spans
-            ]
+            return [(self.labels.version(span.version), max(0, span.end - span.start)) for span in part.spans]
         except ComponentDied:
             self._forget()  # since when it had them is not known
             raise
