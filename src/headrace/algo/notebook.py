@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Choice = str | Mapping[str, Any] | Section
 
 
-def loss(  # gate: parameters - a face for people, who name each argument once; a record would be in their way
+def loss(
     name: str,
     *,
     log_pi: Any,

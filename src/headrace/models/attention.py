@@ -78,7 +78,7 @@ def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None =
     return logits
 
 
-def attention(  # gate: parameters - transformers calls it so
+def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: ``[1, heads, N, D]`` in, ``[1, N, H, D]`` out.

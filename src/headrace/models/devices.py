@@ -86,9 +86,7 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def settle(  # gate: parameters - two settings, and all that decides what they mean
-    engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, only_cpu: bool = False
-) -> Devices:
+def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, only_cpu: bool = False) -> Devices:
     """What the settings ``engine.device`` and ``learner.device`` mean on a machine with ``gpus`` GPUs, for ``count``
     engines and a learner of ``ranks`` ranks; 0 ranks are no learner. ``only_cpu``: what the run asks for exists on
     processors only; ``auto`` is one then.

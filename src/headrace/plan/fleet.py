@@ -24,7 +24,7 @@ _STOPS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
 class Fleet:
     """Engines that are alike."""
 
-    def __init__(  # gate: parameters - what it is made of, and what it is told
+    def __init__(
         self,
         agenda: Agenda,
         cost: EngineCost,

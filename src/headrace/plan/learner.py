@@ -40,7 +40,7 @@ class Work:
 class Learner(Generic[B]):
     """Trains batches one after the other."""
 
-    def __init__(  # gate: parameters - what it costs, and who is told
+    def __init__(
         self,
         agenda: Agenda,
         cost: LearnerCost,

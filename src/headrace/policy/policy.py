@@ -203,7 +203,7 @@ class Policy:
         engine = self._open("sample")
         return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, how))
 
-    async def fork(  # gate: parameters - a face for people, who name each argument
+    async def fork(
         self,
         sample: Sample,
         at: int,

@@ -55,7 +55,7 @@ YOUNG = 50_000
 step or two, and go with it: whoever looks more often walks living ones again and again."""
 
 
-def train(  # gate: parameters - the public call: everything that a user may hand over, by name
+def train(
     config: RunFile | RunConfig,
     *,
     data: Rows | None = None,

@@ -78,7 +78,7 @@ class NativeEngine:
     logprobs, bit for bit; a draw does not depend on a sequence's neighbours.
     """
 
-    def __init__(  # gate: parameters - what an engine is made of
+    def __init__(
         self,
         model: PreTrainedModel,
         config: EngineConfig,

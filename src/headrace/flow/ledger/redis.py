@@ -59,7 +59,7 @@ class RedisLedger:
     everysec``, its default then, a loss of power can cost the last second.
     """
 
-    def __init__(  # gate: parameters - where it is, and what it is begun with
+    def __init__(
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
         outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
