@@ -1,0 +1,86 @@
+"""The figures of the house count what they say they count."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tools.house import Graph, Tree, measure
+from tools.house.measures import protocols, twice
+
+
+def house(root: Path, **files: str) -> Tree:
+    """A checkout of the given modules: ``flow__state`` is src/headrace/flow/state.py."""
+    for name, text in files.items():
+        path = root / "src/headrace" / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    return Tree(root)
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code(tmp_path: Path) -> None:
+    text = '''
+    """What it is.
+
+    And more.
+    """
+
+    # why
+    x = 1  # beside it
+    y = """a
+    text that is used"""
+
+
+    class A:
+        """A record."""
+
+        field: int
+        """What it holds."""
+    '''
+    figures = measure(house(tmp_path, flow__state=dedent(text) + "\n\ndef f():\n    return 1\n"))
+    assert figures.lines_core == figures.lines_src == 1 + 2 + 2 + 2
+    assert figures.comments == 1
+
+
+def test_wings_and_lab_are_counted_apart(tmp_path: Path) -> None:
+    tree = house(tmp_path, flow__state="def f(): ...", wings__view__page="x = 1\ny = 2")
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab/fuzz.py").write_text("x = 1\n")
+    figures = measure(Tree(tmp_path))
+    assert (figures.lines_core, figures.lines_wings, figures.lines_lab) == (1, 2, 1)
+    assert (figures.files, figures.files_lab, figures.rooms) == (2, 1, 2)
+    assert measure(tree).lines_src == 3
+
+
+def test_circles_are_found_through_late_imports_too(tmp_path: Path) -> None:
+    tree = house(
+        tmp_path,
+        flow__a="from headrace.flow import b",
+        flow__b="def f():\n    from headrace.flow.c import x",
+        flow__c="from .a import y\nx = 1",
+        flow__d="import headrace.flow.a",
+    )
+    assert Graph(tree).circles() == [["headrace.flow.a", "headrace.flow.b", "headrace.flow.c"]]
+
+
+def test_import_of_a_wing_by_the_core_is_found(tmp_path: Path) -> None:
+    tree = house(
+        tmp_path,
+        run__main="def f():\n    from headrace.wings.view.page import show",
+        wings__view__page="from headrace.run.main import f\nshow = f",
+    )
+    (found,) = Graph(tree).core_to_wings()
+    assert (found.by, found.of, found.line) == ("headrace.run.main", "headrace.wings.view.page", 2)
+
+
+def test_class_of_the_same_name_is_told_with_both_places(tmp_path: Path) -> None:
+    tree = house(tmp_path, flow__a="class Limits: ...\nclass Once: ...", sync__b="class Limits: ...")
+    assert twice(tree) == {"Limits": ["src/headrace/flow/a.py:1", "src/headrace/sync/b.py:1"]}
+    assert measure(tree).names_twice == 1
+
+
+@pytest.mark.parametrize(("more", "expected"), [("", 1), ("class C(B): ...", 2)])
+def test_protocol_is_fulfilled_by_classes_that_have_its_methods(tmp_path: Path, more: str, expected: int) -> None:
+    contract = "class P(Protocol):\n    def f(self): ...\n"
+    tree = house(tmp_path, flow__a=f"{contract}class A:\n    def g(self): ...\nclass B:\n    def f(self): ...\n{more}")
+    assert len(protocols(tree.modules)["P"]) == expected

@@ -1,0 +1,62 @@
+"""Who imports whom: the graph of modules, its circles, and the imports of wings by the core."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import networkx
+
+from tools.house.tree import Module, Storey, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """One import statement."""
+
+    by: str
+    """The dotted name of the module that imports."""
+    of: str
+    """The dotted name of the module that is imported."""
+    line: int
+
+
+class Graph:
+    """The imports between the modules of the package, those inside functions included."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._modules = {module.name: module for module in tree.modules if module.name}
+        self.imports = [found for module in self._modules.values() for found in self._of(module)]
+
+    def circles(self) -> list[list[str]]:
+        """Groups of modules that import one another in a circle."""
+        graph: networkx.DiGraph[str] = networkx.DiGraph((found.by, found.of) for found in self.imports)
+        return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
+
+    def core_to_wings(self) -> list[Import]:
+        """The imports by which the core knows a wing."""
+        storeys = {name: module.storey for name, module in self._modules.items()}
+        return [
+            found for found in self.imports if storeys[found.by] is Storey.CORE and storeys[found.of] is Storey.WINGS
+        ]
+
+    def _of(self, module: Module) -> Iterator[Import]:
+        is_package = module.path.stem == "__init__"
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            for name in _names(node, module.name, is_package):
+                target = name if name in self._modules else name.rpartition(".")[0]
+                if target in self._modules and target != module.name:
+                    yield Import(by=module.name, of=target, line=node.lineno)
+
+
+def _names(node: ast.Import | ast.ImportFrom, by: str, is_package: bool) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=stem, names=names, level=level):
+            parts = by.split(".")
+            base = parts[: len(parts) - level + is_package] if level else []
+            yield from (".".join([*base, *([stem] if stem else []), alias.name]) for alias in names)

@@ -1,0 +1,145 @@
+"""What is counted, and how it is printed."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from tools.gate.budgets import length
+from tools.house.graph import Graph
+from tools.house.tree import PACKAGE, Module, Storey, Tree
+
+SHORT_FILE = 40
+"""A file of fewer lines asks where it belongs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """The table of one checkout."""
+
+    rooms: int
+    """Folders and files right below the package."""
+    files: int
+    """Python files of the package."""
+    files_lab: int
+    lines_core: int
+    """Code lines."""
+    lines_wings: int
+    lines_src: int
+    lines_lab: int
+    files_under_40: int
+    """Files of fewer than 40 lines, ``__init__`` aside."""
+    function_median: float
+    """Lines of a function without its docstring."""
+    function_p99: int
+    function_max: int
+    class_names: int
+    names_twice: int
+    """Class names that stand for more than one class."""
+    comments: int
+    """Comments with a line to themselves."""
+    settings: int
+    """Fields of the sections of a run file."""
+    protocols: int
+    protocols_of_one: int
+    """Protocols that one class in the house fulfils."""
+    core_imports_wings: int
+    circles: int
+    """Groups of modules that import one another in a circle."""
+
+    def rows(self) -> dict[str, float]:
+        """Each figure by its name."""
+        return asdict(self)
+
+
+def measure(tree: Tree) -> Measures:
+    """Count everything in ``tree``."""
+    src = tree.of(Storey.CORE) + tree.of(Storey.WINGS)
+    graph = Graph(tree)
+    # a tree without functions has one of no lines, so that the figures exist
+    lengths = sorted(length(function) for module in src for function in module.functions) or [0]
+    names = Counter(cls.name for module in src for cls in module.classes)
+    implementations = protocols(src)
+    return Measures(
+        rooms=len({module.path.relative_to(PACKAGE).parts[0] for module in src} - {"__init__.py", "__main__.py"}),
+        files=len(src),
+        files_lab=len(tree.of(Storey.LAB)),
+        lines_core=_code(tree.of(Storey.CORE)),
+        lines_wings=_code(tree.of(Storey.WINGS)),
+        lines_src=_code(src),
+        lines_lab=_code(tree.of(Storey.LAB)),
+        files_under_40=sum(len(module.text.splitlines()) < SHORT_FILE for module in src if not _is_init(module)),
+        function_median=median(lengths),
+        function_p99=lengths[len(lengths) * 99 // 100],
+        function_max=lengths[-1],
+        class_names=len(names),
+        names_twice=sum(count > 1 for count in names.values()),
+        comments=sum(module.num_comments for module in src),
+        settings=sum(_settings(cls) for module in src for cls in module.classes),
+        protocols=len(implementations),
+        protocols_of_one=sum(len(found) == 1 for found in implementations.values()),
+        core_imports_wings=len(graph.core_to_wings()),
+        circles=len(graph.circles()),
+    )
+
+
+def twice(tree: Tree) -> dict[str, list[str]]:
+    """Class names that stand for more than one class, with the places."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for module in tree.of(Storey.CORE) + tree.of(Storey.WINGS):
+        for cls in module.classes:
+            places[cls.name].append(f"{module.path}:{cls.lineno}")
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def protocols(modules: list[Module]) -> dict[str, list[str]]:
+    """Every Protocol with the classes that have all its methods, themselves or from a base."""
+    classes = {cls.name: cls for module in modules for cls in module.classes}
+    wanted = {name: _methods(cls) for name, cls in classes.items() if "Protocol" in _bases(cls)}
+    has = {name: _inherited(name, classes) for name in classes if name not in wanted}
+    return {
+        protocol: [name for name, methods in has.items() if wanted[protocol] and wanted[protocol] <= methods]
+        for protocol in wanted
+    }
+
+
+def _inherited(name: str, classes: dict[str, ast.ClassDef]) -> set[str]:
+    methods: set[str] = set()
+    pending, known = [name], set[str]()
+    while pending:
+        current = pending.pop()
+        if current in classes and current not in known:
+            known.add(current)
+            methods |= _methods(classes[current])
+            pending += _bases(classes[current])
+    return methods
+
+
+def _methods(cls: ast.ClassDef) -> set[str]:
+    return {
+        node.name
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (not node.name.startswith("_") or node.name == "__call__")
+    }
+
+
+def _bases(cls: ast.ClassDef) -> list[str]:
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in cls.bases]
+    return [ast.unparse(base).rpartition(".")[2] for base in plain]
+
+
+def _settings(cls: ast.ClassDef) -> int:
+    if not any(base.endswith(("Section", "Config")) for base in _bases(cls)):
+        return 0
+    return sum(isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation) for node in cls.body)
+
+
+def _code(modules: list[Module]) -> int:
+    return sum(len(module.code_lines) for module in modules)
+
+
+def _is_init(module: Module) -> bool:
+    return module.path.name in ("__init__.py", "__main__.py")
