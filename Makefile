@@ -10,7 +10,7 @@ IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < $(OLDEST))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-PATHS := src tests tools $(wildcard examples)
+PATHS := src tests tools lab $(wildcard examples)
 # two processes side by side, one thread each (tests/conftest.py)
 PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 

@@ -23,7 +23,7 @@ def test_library_has_no_finding() -> None:
 
 
 def test_tests_tools_and_examples_have_no_finding() -> None:
-    findings = check(read(ROOT, "tests", "tools", "examples"))
+    findings = check(read(ROOT, "tests", "tools", "lab", "examples"))
     assert not findings, listed([*findings])
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.bench import fuzz, run_benchmark
-from headrace.bench.fuzz_change import changed, changed_json, changed_msgpack
-from headrace.bench.fuzz_formats import Format, formats
-from headrace.bench.fuzz_weights import Forged
+from lab.fuzz import run as fuzz
+from lab.fuzz.change import changed, changed_json, changed_msgpack
+from lab.fuzz.formats import Format, formats
+from lab.fuzz.weights import Forged
 
 torch.set_num_threads(1)
 EACH = 150
@@ -71,6 +71,6 @@ def test_changes_of_a_tree_leave_the_sound_one_as_it_is() -> None:
 @pytest.mark.timeout(900)
 def test_real_servers_come_through_thousands_of_changed_requests() -> None:
     said: list[str] = []
-    made = run_benchmark("fuzz", said.append, runs=20_000, seed=7)
+    made = fuzz.measure(said.append, runs=20_000, seed=7)
     assert all(target.holds for target in made.targets), said
     assert sum(row["inputs"] for row in made.rows) >= 20_000

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.bench.faults import RECORD_TOKENS, STEPS, Scene, draw, measure
-from headrace.bench.faults_books import Held, Verdict, answers_of, held, judge
 from headrace.flow.ledger.opening import open_ledger
 from headrace.session import load_config, train
 from headrace.types.tokens import Tokens
+from lab.faults.books import Held, Verdict, answers_of, held, judge
+from lab.faults.run import RECORD_TOKENS, STEPS, Scene, draw, measure
 from tests.session.runs import make_run
 
 SOAK = 20

@@ -9,7 +9,7 @@ from tools.gate.source import read
 
 root = Path(__file__).parents[2]
 library = read(root, "src")
-findings = check([*library, *read(root, "tests", "tools", "examples")])
+findings = check([*library, *read(root, "tests", "tools", "lab", "examples")])
 findings += optional_imports(library, optional_packages((root / "pyproject.toml").read_text(encoding="utf-8")))
 print("\n".join(map(str, findings)) or "gate: nothing found")
 sys.exit(bool(findings))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.bench.base import Row, Target, at_most
-from headrace.bench.faults_life import started
+from headrace.bench.program import training
 from headrace.clock import RealClock
 from headrace.errors import RunError
 from headrace.flow.ledger.opening import open_ledger
@@ -79,7 +79,7 @@ def _set(*settings: str) -> list[str]:
 async def _disturbed(arguments: Sequence[str], run_dir: Path) -> _Seen:
     """A run from its start until it is asked to stop; :class:`~headrace.errors.RunError` where it ends otherwise."""
     seen, words = _Seen(), ""
-    async with started(arguments, resume=False) as program, asyncio.TaskGroup() as group:
+    async with training(arguments, resume=False) as program, asyncio.TaskGroup() as group:
         reading = group.create_task(_read(program, seen))
         striking = group.create_task(_strike(program, run_dir, seen))
         async with asyncio.timeout(START_S + CALM_S + KILLS * EVERY_S + END_S):

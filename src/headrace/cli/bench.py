@@ -9,24 +9,22 @@ from headrace.cli.output import console, print_json
 
 def bench(
     name: str = typer.Argument(
-        help="Which: loop, agents, algo, distill, engine, faults, fleet, fuzz, learner, ledger, plan, scoring or sync."
+        help="Which: loop, agents, algo, distill, engine, fleet, learner, ledger, plan, scoring or sync."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     threads: int = typer.Option(0, min=0, help="engine, learner, sync: threads of each side; 0 for its default."),
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="agents, distill, engine, fleet, fuzz, learner, ledger, plan, scoring, sync: only show that it runs.",
+        help="agents, distill, engine, fleet, learner, ledger, plan, scoring, sync: only show that it runs.",
     ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
-    runs: int = typer.Option(0, min=0, help="faults: how many runs; fuzz: how many inputs; 0 for the default."),
-    seed: int = typer.Option(0, min=0, help="faults: of the first run, the next has the next; fuzz."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
     from headrace.bench import run_benchmark, show
 
     progress = console(stderr=True)
-    given = {"threads": threads, "quick": quick, "vllm": vllm, "runs": runs, "seed": seed}
+    given = {"threads": threads, "quick": quick, "vllm": vllm}
     result = run_benchmark(
         name,
         tell=lambda line: progress.print(line, style="dim"),

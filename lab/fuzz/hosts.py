@@ -1,5 +1,6 @@
-"""Servers of the library that have no program of their own, each in a process: ``python -m headrace.bench.fuzz_hosts
-KIND``. One line of JSON says where it is and what it wants; it ends with its standard input."""
+"""Servers of the library that have no program of their own, each in a process: ``hosts.py KIND``.
+
+One line of JSON says where it is and what it wants; it ends with its standard input."""
 
 from __future__ import annotations
 

@@ -17,9 +17,6 @@ from typing import Any
 
 import msgspec
 
-from headrace.bench.fuzz_change import changed_json, changed_msgpack
-from headrace.bench.fuzz_examples import example
-from headrace.bench.fuzz_weights import weight_formats
 from headrace.bridges.atropos import Answers, read_batch
 from headrace.errors import DataError, LedgerError, RunError
 from headrace.flow.ledger.base import Move, Operation, Submit
@@ -32,6 +29,9 @@ from headrace.types.group import GroupState
 from headrace.types.messages import controller, engine, environment, learner, node, scorer
 from headrace.types.messages.codec import Codec
 from headrace.types.scored import Learned
+from lab.fuzz.change import changed_json, changed_msgpack
+from lab.fuzz.examples import example
+from lab.fuzz.weights import weight_formats
 
 EXAMPLES = 8
 """Of each kind of message."""

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from headrace.bench.fuzz_change import changed, changed_json
-from headrace.bench.fuzz_hosts import TEMPLATE, TOKEN, UPLOAD_BYTES
 from headrace.environ import program_environment
 from headrace.errors import ComponentDied
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.sqlite import SqliteLedger
 from headrace.models.tiny import TinySpec, make_tiny
+from lab.fuzz.change import changed, changed_json
+from lab.fuzz.hosts import TEMPLATE, TOKEN, UPLOAD_BYTES
 
 CONNECTIONS = 8
 ANSWER_S = 60.0
@@ -106,7 +106,7 @@ def hosts(scratch: Path) -> Iterator[dict[str, Host]]:
     ledger.apply(Submit(numbers=(0,), rows=(0,), at_s=0.0))
     ledger.close()
     limits = ("serve.max_tokens=4", "serve.max_n=2", "serve.max_prompts=4", "serve.body_timeout_s=5")
-    own = [sys.executable, "-m", "headrace.bench.fuzz_hosts"]
+    own = [sys.executable, str(Path(__file__).with_name("hosts.py"))]
     program = [sys.executable, "-c", _PROGRAM]
     settings = [word for limit in limits for word in ("--set", limit)]
     commands = {

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from headrace.bench.base import Report, Row, at_least, at_most, report
-from headrace.bench.fuzz_formats import Format, formats
-from headrace.bench.fuzz_live import Counted, LiveFormat, hosts, live_formats, send_all
-from headrace.bench.fuzz_weights import Forged
 from headrace.clock import RealClock
+from lab.fuzz.formats import Format, formats
+from lab.fuzz.live import Counted, LiveFormat, hosts, live_formats, send_all
+from lab.fuzz.weights import Forged
 
 INPUTS, FEW = 1_000_000, 4_000
 

@@ -1,7 +1,7 @@
 """Kills: the demo's pipeline, a random part of it killed at a random moment, and what became of every group.
 
 Each run is drawn from a seed of its own, so that one that went wrong can be made again:
-``headrace bench faults --seed 17 --runs 1``. Even seeds run synchronously and must end with the weights of a run that
+``python -m lab faults --seed 17 --runs 1``. Even seeds run synchronously and must end with the weights of a run that
 nobody disturbed; odd ones run two versions ahead. Of either, every other one starts a dead engine again, and the others
 end, to be resumed. All keep short pieces of running answers, and learn from answers of any length.
 """
@@ -23,8 +23,6 @@ from typing import get_args
 import numpy as np
 
 from headrace.bench.base import Report, Row, Target, at_most, report
-from headrace.bench.faults_books import Held, Verdict, held, judge, same_weights
-from headrace.bench.faults_life import HUNG, Life, Moment, Part, leftovers, live
 from headrace.clock import RealClock
 from headrace.control.saving import CHECKPOINTS
 from headrace.errors import RunError
@@ -32,6 +30,8 @@ from headrace.flow.ledger.opening import has_ledger
 from headrace.recipes.demo import build_demo
 from headrace.session import load_config
 from headrace.session.directory import read_summary
+from lab.faults.books import Held, Verdict, held, judge, same_weights
+from lab.faults.life import HUNG, Life, Moment, Part, leftovers, live
 
 RUNS = 100
 STEPS = 12

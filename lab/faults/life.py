@@ -10,16 +10,16 @@ import asyncio
 import os
 import re
 import signal
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
+from headrace.bench.program import training
 from headrace.clock import RealClock
 from headrace.environ import shared_memory_root
 from headrace.launch.leases import sweep
@@ -33,7 +33,6 @@ MUST_BE_GONE_S = 30.0
 """How long to look for processes that outlived their controller before they count as left behind."""
 _POLL_S = 0.002
 _STEP = re.compile(r"step (\d+)/")
-_PROGRAM = "from headrace.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
     """One life of the run in ``run_dir``, in which a part is killed at ``moment``."""
     clock = RealClock()
     began_s = clock.now()
-    async with started(arguments, resume=resume) as program:
+    async with training(arguments, resume=resume) as program:
         life = Life(pid=program.pid, resumed=resume)
         watch = _Watch(program=program, run_dir=run_dir, life=life, began_s=began_s)
         try:
@@ -110,21 +109,6 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
                 life.told_s = now_s - killed_s
             await _until_gone(life, now_s if killed_s is None else killed_s)
         return life
-
-
-@asynccontextmanager
-async def started(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The program; it does not outlive the body."""
-    words = ["train", *arguments, *(["--resume"] if resume else [])]
-    program = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _PROGRAM, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        yield program
-    finally:
-        with suppress(ProcessLookupError):
-            program.kill()
-        await program.wait()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.bench.fuzz_change import changed, changed_msgpack
 from headrace.errors import NeedsFull, WeightsError
 from headrace.sync.base import Inbox, Parcel, Sent
 from headrace.sync.codecs import codec_of
@@ -22,6 +21,7 @@ from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.types.messages.codec import Codec
 from headrace.types.weights import WeightUpdate
+from lab.fuzz.change import changed, changed_msgpack
 
 Row: TypeAlias = tuple[
     str, float, Sequence[bytes], Callable[[random.Random, bytes, Sequence[bytes]], bytes], Callable[[bytes], bool]

@@ -1,0 +1,1 @@
+"""Runs whose parts are killed at random moments, resumed, and held against their books."""

@@ -1,0 +1,1 @@
+"""Inputs of every wire format and endpoint, changed in every way."""
