@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-
 from collections.abc import Callable
 
 import msgspec
