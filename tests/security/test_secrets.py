@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from starlette.testclient import TestClient
 
 from headrace.clock import RealClock
+from headrace.config.load import merge
 from headrace.environ import RUN_TOKEN
 from headrace.errors import ConfigError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.opening import open_ledger
+from headrace.session import load_config
 from headrace.view import OpenRun
 from headrace.view.app import make_app
 from tests.redis_server import started
@@ -133,6 +136,40 @@ def test_a_password_in_the_settings_is_refused_without_being_said(url: str) -> N
     words = str(refused.value).partition("[type=")[0]
     assert "hush" not in words
     assert "ledger_password_env" in words
+
+
+JUDGE = {"kind": "judge", "model": "m"}
+REWARDS = {"rewards": [{**JUDGE, "base_url": "http://127.0.0.1/v1"}]}
+HUSH = (
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "https://me:hush@x/v1"}]}}),
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "https://hush@x/v1"}]}}),
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "http://x/v1?api_key=hush"}]}}),
+    ("engine.server.urls", {"engine": {"kind": "vllm", "server": {"urls": ["http://me:hush@x:8000"]}}}),
+    ("flow.ledger_url", {"flow": {"ledger": "redis", "ledger_url": "redis://:hush@x/0"}}),
+    ("launch.join", {"launch": {"join": "redis://me:hush@x/0"}}),
+    (
+        "observe.writers[0].tracking_uri",
+        {"observe": {"writers": [{"kind": "mlflow", "tracking_uri": "http://a:hush@x"}]}},
+    ),
+    ("env.entry", {"env": {"kind": "bridge", "entry": "openenv/http://me:hush@x:8000"}}),
+    ("env.entry", {"env": {"kind": "bridge", "entry": "mcp/https://x/mcp?token=hush"}}),
+)
+
+
+@pytest.mark.parametrize(("setting", "settings"), HUSH)
+def test_no_url_of_a_run_file_may_hold_a_secret(setting: str, settings: dict[str, Any]) -> None:
+    tree = merge({"model": {"path": "m"}, "data": {"path": "d"}, "env": REWARDS}, settings)
+    if tree["env"].get("entry"):
+        del tree["env"]["rewards"]
+    with pytest.raises(ConfigError, match="stand in its files") as refused:
+        load_config(tree)
+    assert setting in refused.value.problem
+    assert "hush" not in f"{refused.value.problem} {refused.value.remedy}"
+
+
+@pytest.mark.parametrize("url", ["http://x:8000/v1?version=2", "https://x/token/v1", "http://[::1]:8000/v1?token="])
+def test_urls_without_a_secret_are_taken(url: str) -> None:
+    load_config({"model": {"path": "m"}, "env": {"rewards": [{**JUDGE, "base_url": url}]}, "data": {"path": "d"}})
 
 
 def test_a_password_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
