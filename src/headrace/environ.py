@@ -1,4 +1,8 @@
-"""The only place that reads environment variables."""
+"""The only place that reads environment variables; and the run's token, which must not be one.
+
+Programs that a process starts can read its environment and its arguments (``/proc``). So the token comes through the
+pipe that keeps a process of the run alive, and is kept in memory.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-RUN_TOKEN = "HEADRACE_RUN_TOKEN"
+PART_OF_A_RUN = "HEADRACE_PART_OF_A_RUN"
+"""Set in every process of a run, and in what those start."""
+
+
+def is_part_of_a_run() -> bool:
+    """Whether this process belongs to a run, or was started by one that does."""
+    return bool(os.environ.get(PART_OF_A_RUN))
+
+
+_held: list[str] = []
+"""The secret of the run that this process belongs to; empty outside a run."""
+
+
+def write_token(lifeline: int, token: str) -> None:
+    """Put ``token`` into the pipe ``lifeline``, whose other end a new process will have."""
+    os.write(lifeline, token.encode() + b"\n")
+
+
+def read_token(lifeline: int) -> None:
+    """Take the token out of the pipe ``lifeline``; none comes where its other end is closed."""
+    data = b""
+    while not data.endswith(b"\n") and (byte := os.read(lifeline, 1)):
+        data += byte
+    _held[:] = [data.decode().strip()]
 
 
 def run_token() -> str:
-    """The secret that the launcher hands to the processes of one run; empty outside a run."""
-    return os.environ.get(RUN_TOKEN, "")
+    """Return the secret of the run that this process belongs to; empty outside a run."""
+    return "".join(_held)
+
+
+def forget_token() -> None:
+    """Let go of the token, in a process that runs code of others and has shown it."""
+    _held.clear()
 
 
 def secret(name: str) -> str:
@@ -24,16 +56,15 @@ def secret(name: str) -> str:
     return os.environ.get(name, "")
 
 
-def child_environment(token: str, num_threads: int) -> dict[str, str]:
+def child_environment(num_threads: int) -> dict[str, str]:
     """The environment of a process of the run."""
-    return {**os.environ, **part_environment(token, num_threads)}
+    return {**os.environ, **part_environment(num_threads)}
 
 
-def part_environment(token: str, num_threads: int) -> dict[str, str]:
-    """What a process of the run has beyond the controller's environment: the run's token, its share of the cores, no
-    hub."""
+def part_environment(num_threads: int) -> dict[str, str]:
+    """What a process of the run has beyond the controller's environment: its share of the cores, no hub."""
     return {
-        RUN_TOKEN: token,
+        PART_OF_A_RUN: "1",
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         "HF_HUB_OFFLINE": "1",
@@ -54,7 +85,7 @@ def engine_environment() -> dict[str, str]:
 def fork_server_environment() -> dict[str, str]:
     """The environment of the process that parts are forked from. What OpenMP reads when it is loaded, it reads here,
     for all of them; how many threads they have each part says itself."""
-    return {**child_environment("", 1), **engine_environment()}
+    return {**child_environment(1), **engine_environment()}
 
 
 def become_part(variables: Mapping[str, str]) -> None:
@@ -86,7 +117,7 @@ def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
     Its ``python`` is the one that runs the run. What it asks of this machine, and of the run, goes through no proxy.
     """
-    hidden = (RUN_TOKEN, "ANTHROPIC_AUTH_TOKEN")  # a client would send that one, too
+    hidden = (PART_OF_A_RUN, "ANTHROPIC_AUTH_TOKEN")  # a client would send that one, too
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     run = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     own = dict.fromkeys(["127.0.0.1", "localhost", run, inherited.get("NO_PROXY") or inherited.get("no_proxy")])

@@ -27,8 +27,7 @@ def mean(values: list[float]) -> float:
 
 
 def ppo(r: float, a: float, low: float, high: float, cap: float = math.inf) -> float:
-    r = min(r, cap)
-    return -min(r * a, clamp(r, 1 - low, 1 + high) * a)
+    return -min(min(r, cap) * a, clamp(r, 1 - low, 1 + high) * a)
 
 
 def each(formula: Callable[..., float]) -> Callable[..., list[float]]:
@@ -94,10 +93,13 @@ def dro(t: Row, beta: float = 0.05) -> float:
     return -(t["a"] * t["pi"] - beta / 2 * log_r(t) ** 2)
 
 
-def dppo(t: Row, delta: float = 0.2, ratio_cap: float = 20.0, anchor: str = "old") -> float:
+def dppo(
+    t: Row, delta: float = 0.2, ratio_cap: float = 20.0, anchor: str = "old", kl_tau: float = 0.0
+) -> float:  # fmt: skip
     moved = math.exp(t["pi"]) - math.exp(t["mu"])
     dropped = (t["a"] > 0 and moved > delta) or (t["a"] < 0 and moved < -delta)
-    return 0.0 if dropped else -t["a"] * min(e(log_r(t, anchor)), ratio_cap) * t["pi"]
+    gain = 0.0 if dropped else t["a"] * min(e(log_r(t, anchor)), ratio_cap) * t["pi"]
+    return kl_tau * log_r(t, "mu") ** 2 - gain
 
 
 def ipo(t: Row, delta: float = 0.1, tau: float = 1e-3) -> float:

@@ -66,7 +66,7 @@ PROMISES = {
     "open-instruct": replace(_FOUR, running="drain"),
     "pipelinerl": replace(_REJECT, bound=4, ahead=8, correction=("reinforce",)),
     "prime-rl": Promise(
-        bound=2, ahead=1, staleness="paced", running="go on", correction=("ipo",), transport="files"
+        bound=2, ahead=1, staleness="paced", running="go on", correction=("dppo",), transport="files"
     ),
     "roll": Promise(bound=1, ahead=1, staleness="paced", running="batch", correction=("topr",)),
     "skyrl": _FOUR,

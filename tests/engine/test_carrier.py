@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from headrace import environ
 from headrace.engine import EngineConfig
 from headrace.engine.served.carrier import Carrier, Way
 from headrace.engine.served.config import ServerConfig
@@ -24,7 +25,6 @@ from headrace.engine.served.launching import Wanted
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.vllm.dialect import ask_workers
 from headrace.engine.vllm.inside import headrace_carried
-from headrace.environ import RUN_TOKEN
 from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_rig import MAX_CONTEXT, served_rig
@@ -241,7 +241,7 @@ def test_server_that_outlives_a_killed_engine_takes_from_the_next(
 def test_engine_that_takes_the_place_of_another_of_its_run_need_not_wait_for_its_end(
     line: Line, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(RUN_TOKEN, "of one run")
+    monkeypatch.setattr(environ, "_held", ["of one run"])
     sent = version(tmp_path, 1, weights=b"abc")
     with closing(Carrier(line.wire, ask_workers, WAY)) as first, closing(Carrier(line.wire, ask_workers, WAY)) as heir:
         first.carry(sent, 1)

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from headrace.engine.server.connection import Connection
+from headrace.engine.server.connection import Connection, mark_entitled
 from tests.engine.server_process import CONTEXT, TOKEN, make_model, served
 
 IDLE_S = 0.1
@@ -22,11 +22,17 @@ HEAD = b"GET / HTTP/1.1\r\nhost: me\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def within(app: Any, test: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]]) -> None:
+def within(
+    app: Any,
+    test: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]],
+    *,
+    places: int | None = None,
+    idle_s: float = IDLE_S,
+) -> None:
     """Run ``test`` with a way to connect to ``app``, in time; the server has no connection left then."""
 
     async def run() -> None:
-        config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=IDLE_S)  # type: ignore[arg-type]
+        config = uvicorn.Config(app, lifespan="off", timeout_keep_alive=idle_s, limit_concurrency=places)  # type: ignore[arg-type]
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()
@@ -105,6 +111,75 @@ def test_a_client_that_reads_nothing_of_its_answer_is_taken_for_gone() -> None:
         writer.transport.abort()
 
     within(app, test)
+
+
+def test_a_new_connection_takes_the_place_of_the_one_that_matters_least() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if b"token" in dict(scope["headers"]):
+            mark_entitled(scope)
+        if scope["path"] == "/slow":
+            await _message(receive, "http.disconnect")
+            return
+        await answer(send, [])
+
+    async def ask(streams: Streams, path: str = "/", token: str = "") -> bytes:
+        streams[1].write(f"GET {path} HTTP/1.1\r\nhost: me\r\n{token}\r\n".encode())
+        return b"" if path == "/slow" else await streams[0].readuntil(b"end\r\n0\r\n\r\n")
+
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        busy, waiting = await connect(), await connect()
+        await ask(busy, "/slow", "token: yes\r\n")
+        assert b"200 OK" in await ask(waiting, "/", "token: yes\r\n")
+        strangers = []
+        for path in ("/slow", "", "/slow", "", ""):
+            stranger = await connect()
+            strangers.append(stranger)
+            if path:
+                await ask(stranger, path)
+            else:
+                stranger[1].write(HEAD)
+        for reader, _ in strangers[:3]:
+            assert await until_cut(reader) == b""
+        assert b"200 OK" in await ask(waiting, "/", "token: yes\r\n")
+        owner = await connect()
+        assert b"200 OK" in await ask(owner, "/", "token: yes\r\n")
+        for reader, writer in (busy, waiting, owner, *strangers):
+            if (reader, writer) not in strangers:
+                writer.write_eof()
+            await until_cut(reader)
+            writer.close()
+
+    within(app, test, places=5, idle_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [
+        ("1.1", "transfer-encoding: chunked\r\ncontent-length: 3\r\n"),
+        ("1.1", "content-length: 3\r\ntransfer-encoding: chunked\r\n"),
+        ("1.0", "transfer-encoding: chunked\r\n"),
+        ("1.1", "content-length: 3\r\ncontent-length: 4\r\n"),
+        ("1.1", "transfer-encoding: chunked, chunked\r\n"),
+        ("1.1", "transfer-encoding : chunked\r\n"),
+    ],
+)
+def test_a_request_whose_end_is_ambiguous_is_refused_and_its_connection_closed(version: str, headers: str) -> None:
+    calls: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        calls.append(scope["path"])
+        await answer(send, [])
+
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        smuggled = "GET /smuggled HTTP/1.1\r\nhost: me\r\n\r\n"
+        writer.write(f"POST / HTTP/{version}\r\nhost: me\r\n{headers}\r\n0\r\n\r\n{smuggled}".encode())
+        heard = await until_cut(reader)
+        assert (heard.count(b"HTTP/1.1"), heard.count(b"HTTP/1.1 400 Bad Request")) == (1, 1)
+        writer.close()
+
+    within(app, test, idle_s=5.0)
+    assert not calls
 
 
 async def _message(receive: Any, kind: str) -> None:

@@ -33,17 +33,17 @@ def test_a_program_gets_its_task_and_its_variables_in_a_directory_of_its_own() -
 import json, os
 task = json.load(open(os.environ["HEADRACE_TASK"]))
 assert os.environ["OPENAI_BASE_URL"] == "http://here/v1", os.environ
-assert "HEADRACE_RUN_TOKEN" not in os.environ
+assert "HEADRACE_PART_OF_A_RUN" not in os.environ
 assert os.environ["NO_PROXY"].startswith("127.0.0.1,localhost,here")
 open("left_behind", "w").write("x")
 print("some words")
 print(json.dumps({"reward": task["answer"] / 8, "where": os.getcwd()}))
 """
-    os.environ["HEADRACE_RUN_TOKEN"] = "the run's own"
+    os.environ["HEADRACE_PART_OF_A_RUN"] = "1"
     try:
         assert run(source, OPENAI_BASE_URL="http://here/v1") == 0.5
     finally:
-        del os.environ["HEADRACE_RUN_TOKEN"]
+        del os.environ["HEADRACE_PART_OF_A_RUN"]
 
 
 def test_a_reward_is_what_the_last_line_says_and_nothing_else() -> None:

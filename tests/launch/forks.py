@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.environ import RUN_TOKEN
+from headrace.environ import write_token
 from headrace.launch.forking import ForkedProcess, ForkServer
 
 
@@ -17,8 +17,9 @@ async def part(server: ForkServer, directory: Path, name: str) -> AsyncIterator[
     theirs, ours = os.pipe()
     with (directory / f"{name}.log").open("ab") as log:
         try:
+            write_token(ours, "a token")
             try:
-                made = await server.fork(name, str(directory), {RUN_TOKEN: "a token"}, (theirs, log.fileno()))
+                made = await server.fork(name, str(directory), {}, (theirs, log.fileno()))
             finally:
                 os.close(theirs)
             yield made

@@ -7,7 +7,10 @@ import ast
 import asyncio
 import http.client
 import re
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +23,7 @@ from starlette.routing import Mount, Route
 from headrace.clock import RealClock
 from headrace.engine.server.app import State
 from headrace.engine.server.app import make_app as make_server
+from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.observe import RunFacts
 from headrace.observe.writers.prometheus import TOKEN_FILE, Prometheus
 from headrace.rollout.endpoint.app import Desk
@@ -29,6 +33,8 @@ from headrace.rollout.endpoint.sessions import Sessions
 from headrace.sync.http import HttpInbox
 from headrace.view import OpenRun
 from headrace.view.app import make_app as make_view
+from headrace.view.serving import make_server as view_server
+from headrace.view.terms import ViewTerms
 from tests.view.synthetic import write_run
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"
@@ -50,6 +56,7 @@ SERVERS = {
     "bridges/atropos.py": "the application of engine/server/app.py, with a token of its own",
     "engine/server/app.py": "tested here",
     "engine/server/run.py": "the application of engine/server/app.py",
+    "engine/server/shell.py": "the server of all ASGI applications; it answers nothing itself",
     "launch/joining/relay.py": "no HTTP of its own: leads to doors of the run; tests/launch/test_relay.py",
     "observe/writers/prometheus.py": "tested here",
     "rollout/endpoint/app.py": "tested here",
@@ -71,7 +78,7 @@ def paths_of(app: Any) -> Iterator[str]:
             yield from (route.path, f"{route.path}/js/main.js")
         else:
             assert isinstance(route, Route)
-            yield re.sub(r"\{(\w+):int\}", "0", re.sub(r"\{(\w+)(:path)?\}", "x", route.path))
+            yield re.sub(r"\{(\w+):number\}", "0", re.sub(r"\{(\w+)(:path)?\}", "x", route.path))
 
 
 def application(kind: str, directory: Path) -> Any:
@@ -133,23 +140,29 @@ def raw(url: str, method: str, path: str, headers: dict[str, str]) -> tuple[int,
             connection.putheader(name, value)
         connection.endheaders()
         answer = connection.getresponse()
-        return answer.status, answer.read(), dict(answer.getheaders())
+        return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
     finally:
         connection.close()
 
 
-@pytest.fixture(params=["uploads", "prometheus"])
-def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The servers of the standard library's kind, on their ports."""
-    if request.param == "uploads":
+@contextmanager
+def opened(kind: str, directory: Path) -> Iterator[str]:
+    """The servers that are no application of this process's own, on their ports."""
+    if kind == "uploads":
         inbox = HttpInbox(TOKEN, 1000, 10.0)
         yield inbox.address
         inbox.close()
         return
-    (tmp_path / TOKEN_FILE).write_text(TOKEN)
-    writer = Prometheus(port=19465).open(RunFacts(run_dir=tmp_path, config={}))
+    (directory / TOKEN_FILE).write_text(TOKEN)
+    writer = Prometheus(port=19465).open(RunFacts(run_dir=directory, config={}))
     yield "http://127.0.0.1:19465"
     writer.close()
+
+
+@pytest.fixture(params=["uploads", "prometheus"])
+def listening(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with opened(request.param, tmp_path) as url:
+        yield url
 
 
 def test_other_servers_answer_401_to_every_method_and_path(listening: str) -> None:
@@ -158,7 +171,7 @@ def test_other_servers_answer_401_to_every_method_and_path(listening: str) -> No
             for headers in WRONG[:3]:
                 status, body, told = raw(listening, method, path, headers)
                 assert (status, body) == (401, b""), (method, path)
-                assert told["WWW-Authenticate"] == "Bearer"
+                assert told["www-authenticate"] == "Bearer"
                 assert "Headrace" not in str(told)
 
 
@@ -171,8 +184,8 @@ def trees(words: str) -> Iterator[tuple[Path, list[ast.AST]]]:
 
 
 def test_every_server_of_the_library_is_named_here() -> None:
-    serves = {"Starlette", "uvicorn.Config", "make_server", "start_http_server", "asyncio.start_server"}
-    handles = {"BaseHTTPRequestHandler", "ThreadingHTTPServer", "HTTPServer", "WSGIServer"}
+    serves = {"Starlette", "HttpServer", "uvicorn.Config", "make_server", "start_http_server", "asyncio.start_server"}
+    handles = {"BaseHTTPRequestHandler", "ThreadingHTTPServer", "HTTPServer", "WSGIServer", "HttpServer"}
     found = set()
     for file, nodes in trees("|".join(serves | handles)):
         calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
@@ -190,3 +203,75 @@ def test_tokens_are_compared_in_constant_time_alone() -> None:
             if isinstance(node, ast.Compare) and any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
                 sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
                 assert not any(secret.search(side) for side in sides), f"{file}:{node.lineno}: {sides}"
+
+
+@contextmanager
+def running(kind: str, directory: Path) -> Iterator[str]:
+    """A server as the library starts it, by its URL."""
+    if kind in ("uploads", "prometheus"):
+        with opened(kind, directory) as url:
+            yield url
+        return
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
+        if kind == "view":
+            run = OpenRun(write_run(directory / "run", steps=1), RealClock())
+            server = view_server([run], ViewTerms(token=TOKEN), RealClock())
+        else:
+            server = HttpServer(application(kind, directory), ShellLimits())
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+BEGINNINGS = (
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX-",
+    b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n1",
+)
+
+
+@pytest.mark.parametrize("kind", ["serve", "view", "prometheus", "uploads"])
+def test_hundreds_of_silent_strangers_do_not_lock_out_who_has_the_token(kind: str, tmp_path: Path) -> None:
+    headers, method, path, right = {"authorization": f"Bearer {TOKEN}"}, "GET", "/metrics", 200
+    if kind == "uploads":
+        headers |= {"upload-offset": "0", "upload-length": "0"}
+        method, path, right = "PUT", "/weights/1-0123456789abcdef", 204
+    with running(kind, tmp_path) as url, ExitStack() as strangers:
+        place = urlsplit(url)
+        for number in range(300):
+            silent = strangers.enter_context(socket.create_connection((place.hostname, place.port), timeout=10))
+            silent.sendall(BEGINNINGS[number % 3])
+        for _ in range(3):
+            assert raw(url, method, "/api/runs" if kind == "view" else path, headers)[0] == right
+
+
+def test_an_upload_whose_length_is_ambiguous_is_refused(tmp_path: Path) -> None:
+    with opened("uploads", tmp_path) as url:
+        headers = {"authorization": f"Bearer {TOKEN}", "upload-offset": "0", "upload-length": "0"}
+        status, words, _ = raw(
+            url, "PUT", "/weights/1-0123456789abcdef", headers | {"transfer-encoding": "chunked"}
+        )  # fmt: skip
+        assert (status, b"Transfer-Encoding" in words) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "127.8.9.1", "[::1]", "[::1]:8000")),
+        *((host, 403) for host in ("[::1].evil.com", "[::1]evil.com:80", "localhost:80@evil.com", "localhost:80:90")),
+        *((host, 403) for host in ("localhost:", "localhost:99999", "localhost:x", "[::1", "::1", "[127.0.0.1]")),
+        *((host, 403) for host in ("127.0.0.1.evil.com", "evil.com", "localhost.evil.com", "user@localhost", "")),
+    ],
+)
+def test_without_a_token_only_exact_names_of_this_machine_are_answered(host: str, status: int) -> None:
+    async def ask() -> int:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_server(State(), "")), base_url="http://x"
+        ) as client:
+            return (await client.get("/metrics", headers={"host": host})).status_code
+
+    assert asyncio.run(ask()) == status

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from starlette.testclient import TestClient
 
 from headrace.clock import RealClock
-from headrace.environ import RUN_TOKEN
+from headrace.config.load import merge
 from headrace.errors import ConfigError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.opening import open_ledger
+from headrace.session import load_config
 from headrace.view import OpenRun
 from headrace.view.app import make_app
+from tests.env.tasks import chat_model, make_env_run
 from tests.redis_server import started
-from tests.session.runs import make_run, running
+from tests.session.runs import make_run, running, tiny_model
 from tests.view.browsing import LET_IN, TOKEN
 
 JUDGE_KEY = "sk-judge-5d41402abc4b2a76b9719d911017c592"
@@ -61,11 +65,87 @@ def arguments_of(pid: int) -> str:
     return "\n".join(" ".join(process.cmdline()) for process in (parent, *parent.children(recursive=True)))
 
 
-def token_of(pid: int) -> str:
-    """The run's, from the environment of one of its processes, which only this user can read."""
-    found = {child.environ().get(RUN_TOKEN, "") for child in psutil.Process(pid).children(recursive=True)} - {""}
-    (token,) = found
-    return token
+def telling(file: Path) -> str:
+    """The program, which writes down the tokens that it draws."""
+    return f"""
+import secrets
+real = secrets.token_hex
+def told(size=None):
+    drawn = real(size)
+    if size == 32:
+        open({str(file)!r}, "a").write(drawn + " ")
+    return drawn
+secrets.token_hex = told
+from headrace.cli import main; main()
+"""
+
+
+SPY = """
+import glob, os, sys
+
+def seen(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read(1 << 20).decode("latin-1")
+    except OSError as error:
+        return str(error)
+
+found = [f"{name}={value}" for name, value in os.environ.items()]
+for directory in glob.glob("/proc/[0-9]*"):
+    found += [seen(f"{directory}/environ"), seen(f"{directory}/cmdline")]
+    for descriptor in glob.glob(f"{directory}/fd/*"):
+        found.append(os.readlink(descriptor) if os.path.islink(descriptor) else "")
+for number in range(3, 64):
+    try:
+        os.set_blocking(number, False)
+        found.append(os.read(number, 1 << 16).decode("latin-1"))
+    except OSError:
+        pass
+for path in glob.glob(os.environ.get("TMPDIR", "/tmp") + "/headrace*/**", recursive=True):
+    found.append(seen(path) if os.path.isfile(path) else path)
+text = "\\n".join(found)
+"""
+AS_PROGRAM = """
+import json, urllib.request
+open(sys.argv[1], "a").write(text)
+task = json.load(open(os.environ["HEADRACE_TASK"]))
+urllib.request.urlopen(urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/responses", data=json.dumps({"input": task["prompt"]}).encode(),
+    headers={"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)).read()
+print(json.dumps({"reward": len(task) % 2}))
+"""
+AS_CODE = """
+from headrace.scoring.sandbox import run_python
+
+def reward(completion):
+    done = run_python({code!r})
+    with open({file!r}, "a") as seen:
+        seen.write(done.stdout + done.stderr)
+    return len(completion) / 4
+"""
+
+
+@pytest.mark.parametrize("kind", ["program", "code"])
+def test_nothing_that_a_program_can_list_holds_the_token_of_the_run(kind: str, tmp_path: Path) -> None:
+    file, drawn = tmp_path / "seen", tmp_path / "drawn"
+    file.touch()
+    sections: dict[str, Any] = {"flow": {"max_age": 0, "group_size": 2}, "run": {"steps": 1}}
+    if kind == "program":
+        spy = tmp_path / "spy.py"
+        spy.write_text(SPY + AS_PROGRAM)
+        env = {"kind": "program", "entry": "", "command": [sys.executable, str(spy), str(file)]}
+        run_file = make_env_run(tmp_path / "it", chat_model(tmp_path / "model"), "", "agent", env=env, **sections)
+    else:
+        reward = AS_CODE.format(code=SPY + "print(text)", file=str(file))
+        run_file = make_run(tmp_path / "it", tiny_model(tmp_path / "model"), reward=reward, **sections)
+    with running("train", run_file, program=telling(drawn)) as life:
+        said = life.rest()
+        assert life.process.returncode == 0, said + "".join(life.lines)
+    seen = file.read_text(encoding="latin-1")
+    assert "PATH=" in seen
+    assert len(drawn.read_text().split()) >= 1
+    assert not [token for token in drawn.read_text().split() if token in seen]
 
 
 def test_no_secret_of_a_run_is_left_in_what_it_writes_says_or_shows(
@@ -88,12 +168,13 @@ def test_no_secret_of_a_run_is_left_in_what_it_writes_says_or_shows(
             text += f'[[env.rewards]]\nkind = "judge"\nbase_url = "{url}"\nmodel = "m"\napi_key_env = "JUDGE_KEY"\n'
             text += '[[observe.writers]]\nkind = "prometheus"\nport = 19467\n'
             run_file.write_text(text)
-            with running("train", run_file) as life:
+            with running("train", run_file, program=telling(tmp_path / "drawn")) as life:
                 life.until_step()
-                arguments, token = arguments_of(life.process.pid), token_of(life.process.pid)
+                arguments = arguments_of(life.process.pid)
                 said = life.rest() + "".join(life.lines)
             assert life.process.returncode == 0, said
         run_dir = run_file.parent / "run"
+        token = (tmp_path / "drawn").read_text().split()[0]
         metrics = (run_dir / "metrics.token").read_text()
         secrets = {"the judge's key": JUDGE_KEY, "the password": PASSWORD, "the token": token, "the metrics'": metrics}
         ledger = open_ledger(run_dir)
@@ -133,6 +214,40 @@ def test_a_password_in_the_settings_is_refused_without_being_said(url: str) -> N
     words = str(refused.value).partition("[type=")[0]
     assert "hush" not in words
     assert "ledger_password_env" in words
+
+
+JUDGE = {"kind": "judge", "model": "m"}
+REWARDS = {"rewards": [{**JUDGE, "base_url": "http://127.0.0.1/v1"}]}
+HUSH = (
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "https://me:hush@x/v1"}]}}),
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "https://hush@x/v1"}]}}),
+    ("env.rewards 'judge': base_url", {"env": {"rewards": [{**JUDGE, "base_url": "http://x/v1?api_key=hush"}]}}),
+    ("engine.server.urls", {"engine": {"kind": "vllm", "server": {"urls": ["http://me:hush@x:8000"]}}}),
+    ("flow.ledger_url", {"flow": {"ledger": "redis", "ledger_url": "redis://:hush@x/0"}}),
+    ("launch.join", {"launch": {"join": "redis://me:hush@x/0"}}),
+    (
+        "observe.writers[0].tracking_uri",
+        {"observe": {"writers": [{"kind": "mlflow", "tracking_uri": "http://a:hush@x"}]}},
+    ),
+    ("env.entry", {"env": {"kind": "bridge", "entry": "openenv/http://me:hush@x:8000"}}),
+    ("env.entry", {"env": {"kind": "bridge", "entry": "mcp/https://x/mcp?token=hush"}}),
+)
+
+
+@pytest.mark.parametrize(("setting", "settings"), HUSH)
+def test_no_url_of_a_run_file_may_hold_a_secret(setting: str, settings: dict[str, Any]) -> None:
+    tree = merge({"model": {"path": "m"}, "data": {"path": "d"}, "env": REWARDS}, settings)
+    if tree["env"].get("entry"):
+        del tree["env"]["rewards"]
+    with pytest.raises(ConfigError, match="stand in its files") as refused:
+        load_config(tree)
+    assert setting in refused.value.problem
+    assert "hush" not in f"{refused.value.problem} {refused.value.remedy}"
+
+
+@pytest.mark.parametrize("url", ["http://x:8000/v1?version=2", "https://x/token/v1", "http://[::1]:8000/v1?token="])
+def test_urls_without_a_secret_are_taken(url: str) -> None:
+    load_config({"model": {"path": "m"}, "env": {"rewards": [{**JUDGE, "base_url": url}]}, "data": {"path": "d"}})
 
 
 def test_a_password_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

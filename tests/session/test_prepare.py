@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.environ import RUN_TOKEN
+from headrace.environ import PART_OF_A_RUN
 from headrace.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
 from headrace.session import evaluate, load_config, train
 from headrace.session.explain import explain
@@ -165,7 +165,7 @@ def test_other_rows_have_another_fingerprint_and_another_length_of_the_run_has_n
 
 
 def test_a_script_that_is_imported_for_its_reward_starts_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUN_TOKEN, "a run's")
+    monkeypatch.setenv(PART_OF_A_RUN, "1")
     for start in (train, evaluate):
         with pytest.raises(ConfigError, match=r'(?s)by a process of a run.*if __name__ == "__main__"'):
             start({"model": {"path": "m"}})

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -15,6 +16,7 @@ from headrace.clock import RealClock
 from headrace.errors import DataError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
+from headrace.flow.ledger.browse import Wanted
 from headrace.view import OpenRun
 from headrace.view.app import make_app
 from headrace.view.run import find_runs
@@ -284,6 +286,42 @@ def test_what_cannot_be_asked_is_refused_in_words(path: str, problem: str, clien
     answer = client.get(f"/api/{path}")
     assert answer.status_code in (404, 422)
     assert problem in answer.json()["problem"]
+
+
+WILD = (
+    "9" * 19,
+    "9" * 5000,
+    str(2**63),
+    str(-(2**63) - 1),
+    "1e400",
+    "-1",
+    "nan",
+    "inf",
+    "٣",
+    "²",
+    "0x1",
+    "1_0",
+    " 1",
+    "",
+)
+WITH_NUMBERS = (
+    "/api/runs/{}/overview",
+    "/api/runs/0/outliers/{}",
+    "/api/runs/0/episodes/{}.0",
+    "/api/runs/0/episodes/0.{}",
+    "/api/runs/0/episodes/0.0/turns/{}",
+    "/api/runs/0/episodes/0.0/turns/0/{}",
+    "/api/runs/0/search?words=a&before={}.0",
+    *(f"/api/runs/0/episodes/0.0/turns/0?{name}={{}}" for name in ("from", "count")),
+    *(f"/api/runs/0/timeline?{name}={{}}" for name in ("from", "to", "bins")),
+    *(f"/api/runs/0/episodes?{name}={{}}" for name in ("offset", "limit", *Wanted.__struct_fields__)),
+)
+
+
+@pytest.mark.parametrize("path", WITH_NUMBERS)
+def test_no_number_breaks_an_answer(path: str, client: TestClient) -> None:
+    for number in WILD:
+        assert client.get(path.format(quote(number))).status_code in (200, 404, 422), number[:40]
 
 
 def test_every_answer_forbids_foreign_scripts(client: TestClient) -> None:

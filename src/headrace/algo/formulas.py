@@ -47,7 +47,13 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
         "`[algo.correction] kind = ...`, or a list of tables; at most one weighs by ρ.",
         AnyCorrection,
     ),
-    ("Reductions", "`[algo.reduction] kind = ...`", AnyReduction),
+    (
+        "Reductions",
+        "`[algo.reduction] kind = ...`. S and P count the sequences and prompts that have a token with loss, as verl "
+        "does. TRL counts\nall sequences of a batch: its loss is smaller by the share of those without one, such as "
+        "answers that a filter masks.",
+        AnyReduction,
+    ),
     (
         "Advantages",
         "`[algo.advantage] kind = ...`; 0 without counted rewards, and in a group of one unless it says otherwise.",

@@ -72,7 +72,7 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
     """A process that measures ``side`` of ``module``; ``vllm`` is the interpreter of that side."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
-    environment = child_environment("", threads)
+    environment = child_environment(threads)
     command = [sys.executable, "-m", module, spec]
     if side in ("native", "fed"):
         environment |= engine_environment()  # as a run's engine has

@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, cast
 
 import httpx
 import msgspec
 import numpy as np
-import uvicorn
 
 from headrace.clock import RealClock
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
@@ -40,6 +40,7 @@ from headrace.engine.server.app import State, make_app
 from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeSection
 from headrace.engine.server.prompts import Terms
+from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.errors import DataError, DeadlineError, RunError
 from headrace.models import context_length
 from headrace.models.endings import stop_ids
@@ -175,15 +176,9 @@ async def serving(
             clock=RealClock(),
             encoder=encoder,
         )
-        server = _Server(
-            uvicorn.Config(
-                make_app(State(service=service), answers.token), host="127.0.0.1", port=port, lifespan="off",
-                access_log=False, log_config=None, log_level="error", server_header=False, ws="none",
-                timeout_graceful_shutdown=1,
-            )
-        )  # fmt: skip
+        server = HttpServer(make_app(State(service=service), answers.token), ShellLimits(max_connections=1024))
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(server.serve())
+            running = group.create_task(server.serve([socket.create_server(("127.0.0.1", port))]))
             try:
                 yield answers
             finally:
@@ -283,14 +278,6 @@ class _Recorder:
                 if chunk.stop_reason is not None and sampling.temperature == self._temperature:
                     self._answers.keep(prompt_ids_T, Tokens.concat(parts))
                 yield chunk
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, that leaves signals to the program."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import console, print_json, readable, table
+from headrace.cli.output import VISIBLE, console, print_json, readable, table
 from headrace.cli.train import SET_HELP
 
 if TYPE_CHECKING:
@@ -42,11 +42,13 @@ def evaluate(
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
     from headrace.clock import RealClock
+    from headrace.config.addresses import refuse_secret
     from headrace.engine.remote import Elsewhere
     from headrace.session import Measures
     from headrace.session import evaluate as measure
     from headrace.session.directory import choose_directory, run_file_of
 
+    refuse_secret("--url", url, f"set {TOKEN_VARIABLE}", reason=VISIBLE)
     given = [] if n is None else [f"run.eval_samples={n}"]
     given += [] if temperature is None else [f"run.eval_temperature={temperature}"]
     directory = choose_directory("" if out is None else str(out), RealClock(), prefix="eval-")

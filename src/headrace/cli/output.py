@@ -14,6 +14,8 @@ from rich.table import Table
 
 from headrace.errors import HeadraceError, visible
 
+VISIBLE = "every user of this machine can read the arguments of its programs"
+
 
 def console(*, stderr: bool = False) -> Console:
     """The terminal; nothing that is printed is read as markup unless it says so."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import console, print_json, readable
+from headrace.cli.output import VISIBLE, console, print_json, readable
 
 if TYPE_CHECKING:
     from headrace.observe import RunData
@@ -49,7 +49,9 @@ def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:
 
         written[f"events written to {out}"] = write_trace(run, out)
     if otlp:
+        from headrace.config.addresses import refuse_secret
         from headrace.observe.otel import send_trace
 
+        refuse_secret("--otlp", otlp, "set OTEL_EXPORTER_OTLP_HEADERS='authorization=...'", reason=VISIBLE)
         written[f"spans sent to {otlp}"] = send_trace(run, otlp)
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,10 +12,13 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 import pydantic
 from pydantic_core import ErrorDetails
 
+from headrace.config.addresses import refuse_secret
 from headrace.config.section import Section
 from headrace.config.words import allowed, is_choice
 from headrace.errors import ConfigError, nearest
 
+_URL = re.compile(r"(?:[^\s:]*?)([A-Za-z][A-Za-z0-9+.-]*://\S+)")
+"""Of a text without spaces; names of an environment may precede it, as in ``openenv/http://HOST:PORT``."""
 C = TypeVar("C", bound=Section)
 
 
@@ -80,11 +84,26 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def validate(kind: type[C], tree: Mapping[str, Any]) -> C:
     """``tree`` as a ``kind``; :class:`ConfigError` lists every key that is wrong: value, reason and remedy."""
     try:
-        return kind.model_validate(tree)
+        record = kind.model_validate(tree)
     except pydantic.ValidationError as error:
         details = error.errors(include_url=False)
+    else:
+        _refuse_secrets(record.model_dump(mode="json"), "")
+        return record
     lines = [_explain(kind, detail) for detail in details]
     raise ConfigError("\n".join(_unique(p for p, _ in lines)), remedy="; ".join(_unique(r for _, r in lines)))
+
+
+def _refuse_secrets(value: Any, name: str) -> None:
+    """Refuse URLs with secrets in settings whose section does not check them itself. A text with spaces is no URL."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            _refuse_secrets(below, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _refuse_secrets(each, f"{name}[{number}]")
+    elif isinstance(value, str) and (found := _URL.fullmatch(value)):
+        refuse_secret(name, found[1], "give it through the environment variables or files that its client reads")
 
 
 def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:

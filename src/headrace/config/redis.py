@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlsplit
 
 from headrace.environ import secret
 from headrace.errors import ConfigError
-
-
-def refuse_password(setting: str, url: str, variable: str) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` where the address in ``setting`` holds a password; ``variable``: the
-    setting that names where it belongs."""
-    parts = urlsplit(url)
-    if parts.password or "password=" in parts.query:
-        raise ConfigError(
-            f"{setting} holds a password, and the settings of a run stand in its files",
-            remedy=f"leave it out of the URL, and name an environment variable that holds it: {variable}",
-        )
 
 
 def redis_package(setting: str) -> Any:

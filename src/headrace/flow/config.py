@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from headrace.config import Section
-from headrace.config.redis import refuse_password
+from headrace.config.addresses import refuse_secret
 from headrace.errors import ConfigError
 from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
@@ -161,7 +161,8 @@ class FlowConfig(Section):
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
                 remedy="give flow.ledger = 'redis' and flow.ledger_url = 'redis://host:6379/0' together, or neither",
             )
-        refuse_password("flow.ledger_url", self.ledger_url, "flow.ledger_password_env")
+        remedy = "name an environment variable that holds it: flow.ledger_password_env"
+        refuse_secret("flow.ledger_url", self.ledger_url, remedy)
         if self.ledger_password_env and self.ledger != "redis":
             raise ConfigError(
                 f"flow.ledger_password_env={self.ledger_password_env!r} is set, and flow.ledger={self.ledger!r} needs "

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from headrace.config import Section
-from headrace.config.redis import refuse_password
+from headrace.config.addresses import refuse_secret
 from headrace.errors import ConfigError
 from headrace.launch.joining.invitation import host_and_port
 
@@ -144,7 +144,8 @@ class LaunchConfig(Section):
         return self
 
     def _refuse_server(self) -> None:
-        refuse_password("launch.join", self.join, "launch.join_password_env")
+        remedy = "name an environment variable that holds it: launch.join_password_env"
+        refuse_secret("launch.join", self.join, remedy)
         parts = urlsplit(self.join)
         if not (parts.path if parts.scheme == "unix" else parts.hostname and parts.scheme in ("redis", "rediss")):
             raise ConfigError(

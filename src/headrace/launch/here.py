@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from headrace.config.addresses import LOOPBACK
-from headrace.environ import child_environment, part_environment, shared_memory_root
+from headrace.environ import child_environment, part_environment, shared_memory_root, write_token
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Errand, Process, Site
@@ -191,7 +191,7 @@ async def _running(name: str, start: Start, home: Home, forks: ForkServer | None
     with home.log.open("ab") as output:
 
         async def new(lifeline: int) -> Running:
-            environment = {**child_environment(home.token, home.num_threads), **extra_environment(start)}
+            environment = {**child_environment(home.num_threads), **extra_environment(start)}
             return await asyncio.create_subprocess_exec(
                 *_program(home.directory, name, _keep(start), lifeline),
                 stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(lifeline,),
@@ -199,20 +199,22 @@ async def _running(name: str, start: Start, home: Home, forks: ForkServer | None
             )  # fmt: skip
 
         if forks is not None and not forks.lost and isinstance(start, EngineStart | LearnerStart):
-            server, more = forks, {**part_environment(home.token, home.num_threads), **extra_environment(start)}
+            server, more = forks, {**part_environment(home.num_threads), **extra_environment(start)}
 
             async def fork(lifeline: int) -> Running:
                 return await server.fork(name, str(home.directory), more, (lifeline, output.fileno()))
 
             with contextlib.suppress(ForkServerLost):
-                return await _on_a_line(fork)
-        return await _on_a_line(new)
+                return await _on_a_line(fork, home.token)
+        return await _on_a_line(new, home.token)
 
 
-async def _on_a_line(make: Callable[[int], Awaitable[Running]]) -> tuple[Running, int]:
-    """What ``make`` makes with one end of a pipe, and the other end: it lives while that is open."""
+async def _on_a_line(make: Callable[[int], Awaitable[Running]], token: str) -> tuple[Running, int]:
+    """What ``make`` makes with one end of a pipe, and the other end: it lives while that is open. The run's token
+    is the first that comes through it, and is gone once it has been read."""
     theirs, ours = os.pipe()
     try:
+        write_token(ours, token)
         return await make(theirs), ours
     except BaseException:
         os.close(ours)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
-from headrace.config.addresses import is_loopback
+from headrace.config.addresses import is_loopback, refuse_secret
 from headrace.config.filling import fields_of
 from headrace.environ import secret
 from headrace.errors import ConfigError
@@ -83,6 +83,8 @@ class JudgeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _can_be_asked(self) -> Self:
+        remedy = "name an environment variable that holds the key: api_key_env"
+        refuse_secret(f"env.rewards {self.label!r}: base_url", self.base_url, remedy)
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
         if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
             raise ConfigError(

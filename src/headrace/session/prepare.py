@@ -17,7 +17,7 @@ from headrace.config.user_code import find_in_file
 from headrace.env.data import Row, as_rows, load_rows
 from headrace.env.program import find_program
 from headrace.env.prompts import make_tasks
-from headrace.environ import num_cores, run_token
+from headrace.environ import is_part_of_a_run, num_cores
 from headrace.errors import ConfigError, DataError
 from headrace.launch.order import TeacherOrder
 from headrace.launch.ray.cluster import refuse_absent
@@ -152,7 +152,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
 def refuse_inside_a_run() -> None:
     """Raise :class:`~headrace.errors.ConfigError` in a process of a run: a script that is imported for its reward would
     start itself without end."""
-    if run_token():
+    if is_part_of_a_run():
         raise ConfigError(
             "a run cannot be started by a process of a run: the file of the reward function starts one when imported",
             remedy='put its last part under: if __name__ == "__main__":',

@@ -7,7 +7,7 @@
 
 The standard library's server reads each bucket straight into its place; no larger request than a bucket is answered,
 and nothing is stored before token and sizes are known to be right. Whoever has not shown the token within the deadline
-is cut off: there are few places. With a certificate all of it travels under TLS.
+is cut off, earlier where others ask for its place: there are few. With a certificate all of it travels under TLS.
 """
 
 from __future__ import annotations
@@ -234,23 +234,48 @@ class HttpInbox:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # connections that were made and not accepted yet; beyond, clients wait for seconds
 
     def __init__(self, address: tuple[str, int], inbox: HttpInbox) -> None:
         self.inbox = inbox
-        self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._changing = threading.Lock()
+        self._strangers: dict[Any, socket.socket] = {}
+        """Connections that have not shown the token, by their client's address, the oldest first."""
+        self._num_entitled = 0
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Serve a new connection. Where all places are taken, it gets that of the oldest one without the token."""
+        with self._changing:
+            if len(self._strangers) + self._num_entitled >= MAX_CONNECTIONS:
+                if not self._strangers:
+                    self.shutdown_request(request)
+                    return
+                _cut(self._strangers.pop(next(iter(self._strangers))))
+            self._strangers[client_address] = request
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+    def wrapped(self, client_address: Any, request: socket.socket) -> bool:
+        """Record the socket that a connection uses from now on; ``False`` where its place was given away."""
+        with self._changing:
+            if client_address not in self._strangers:
+                return False
+            self._strangers[client_address] = request
+            return True
+
+    def entitle(self, client_address: Any) -> bool:
+        """Keep a connection, which has shown the token, until it ends; ``False`` where its place was given away."""
+        with self._changing:
+            is_here = self._strangers.pop(client_address, None) is not None
+            self._num_entitled += is_here
+            return is_here
+
+    def left(self, client_address: Any, *, entitled: bool) -> None:
+        """Free the place of a connection that ends."""
+        with self._changing:
+            self._num_entitled -= entitled
+            if not entitled:
+                self._strangers.pop(client_address, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that breaks off: whoever waits for its upload will say so."""
@@ -259,26 +284,32 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
+    _entitled = False
 
     def setup(self) -> None:
         inbox = self.server.inbox
         self.request.settimeout(inbox.deadline_s)
-        self._stranger = threading.Timer(inbox.deadline_s, self._cut)
+        self._stranger = threading.Timer(inbox.deadline_s, lambda: _cut(self.request))
         self._stranger.daemon = True
         self._stranger.start()
         try:
             if inbox.tls is not None:  # in the thread of this connection: others do not wait for its handshake
                 self.request = inbox.tls.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
+                if not self.server.wrapped(self.client_address, self.request):
+                    raise ConnectionAbortedError
                 self.request.do_handshake()
             super().setup()
         except BaseException:
-            self._stranger.cancel()
-            self.request.close()
+            self._leave()
             raise
 
     def finish(self) -> None:
-        self._stranger.cancel()
         super().finish()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._stranger.cancel()
+        self.server.left(self.client_address, entitled=self._entitled)
         self.request.close()
 
     def do_PUT(self) -> None:
@@ -287,6 +318,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
             return self._answer(401, "")
         self._stranger.cancel()
+        self._entitled = self._entitled or self.server.entitle(self.client_address)
+        if not self._entitled:
+            self.close_connection = True
+            return None
+        if "Transfer-Encoding" in self.headers or len(self.headers.get_all("Content-Length", ())) > 1:
+            return self._answer(400, "the length of a bucket is told by one Content-Length, without Transfer-Encoding")
         path = _PATH.fullmatch(self.path)
         sizes = [self.headers.get(name, "") for name in ("Upload-Offset", "Upload-Length", "Content-Length")]
         if path is None or not all(_NUMBER.fullmatch(size) for size in sizes):
@@ -340,9 +377,10 @@ class _Handler(BaseHTTPRequestHandler):
             while left > 0 and (heard := len(self.request.recv(1 << 16))):
                 left -= heard
 
-    def _cut(self) -> None:
-        with contextlib.suppress(OSError):  # it has just ended by itself
-            self.request.shutdown(socket.SHUT_RDWR)
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has just ended by itself
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def open_outbox(route: Route, token: str) -> HttpOutbox:

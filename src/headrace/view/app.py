@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -33,6 +34,20 @@ from headrace.view.outliers import outliers
 from headrace.view.run import OpenRun
 from headrace.view.timeline import timeline
 
+
+class _Number(Convertor[int]):
+    """A number of a path, within what 64 bits hold: longer ones match no route."""
+
+    regex = "[0-9]{1,18}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("number", _Number())
 STATIC = str(files("headrace.view") / "static")
 
 
@@ -69,7 +84,7 @@ def make_app(
             Route("/api/runs", listed),
             Route("/api/compare", compared),
             Route("/api/changes", stream),
-            *(Route(f"/api/runs/{{run:int}}/{path}", of_run(answer)) for path, answer in _questions(clock).items()),
+            *(Route(f"/api/runs/{{run:number}}/{path}", of_run(answer)) for path, answer in _questions(clock).items()),
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/", _page),
         ],
@@ -91,12 +106,12 @@ def _questions(clock: Clock) -> dict[str, Answer]:
         "flow": lambda run, _: figures.flow(run),
         "system": lambda run, _: figures.system(run),
         "timeline": lambda run, asked: timeline(run, *(_asked(asked, name) for name in ("from", "to", "bins"))),
-        "outliers/{step:int}": lambda run, asked: outliers(run, clock, asked.path_params["step"]),
+        "outliers/{step:number}": lambda run, asked: outliers(run, clock, asked.path_params["step"]),
         "episodes": lambda run, asked: episodes.listed(run, dict(asked.query_params)),
         "search": lambda run, asked: episodes.searched(run, clock, _words(asked), _asked(asked, "before")),
         "episodes/{key}": lambda run, asked: episodes.shown(run, credits, asked.path_params["key"]),
-        "episodes/{key}/turns/{turn:int}": lambda run, asked: _window(run, credits, asked),
-        "episodes/{key}/turns/{turn:int}/{place:int}": lambda run, asked: episodes.token(
+        "episodes/{key}/turns/{turn:number}": lambda run, asked: _window(run, credits, asked),
+        "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, asked: episodes.token(
             run, asked.path_params["key"], asked.path_params["turn"], asked.path_params["place"]
         ),
     }
@@ -108,10 +123,11 @@ def _page(_: Request) -> Response:
 
 def _window(run: OpenRun, credits: Credits, asked: Request) -> Any:
     first, count = (_asked(asked, name) or default for name, default in (("from", "0"), ("count", "1024")))
-    if not (first.isdecimal() and count.isdecimal() and len(first + count) < 20):
+    span = episodes.whole_number(first), episodes.whole_number(count)
+    if span[0] is None or span[1] is None:
         raise DataError("from and count are whole numbers", remedy="ask for from=0&count=1024")
     path = asked.path_params
-    return episodes.window(run, credits, path["key"], path["turn"], (int(first), int(count)))
+    return episodes.window(run, credits, path["key"], path["turn"], (span[0], span[1]))
 
 
 def _words(asked: Request) -> str:

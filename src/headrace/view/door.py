@@ -15,6 +15,8 @@ from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.engine.server.connection import mark_entitled
+
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -62,6 +64,8 @@ class Door:
             await send(message)
 
         answer = self._answer(scope)
+        if answer is None:
+            mark_entitled(scope)
         await (self._app if answer is None else answer)(scope, receive, guarded)
 
     def _answer(self, scope: Scope) -> Response | None:

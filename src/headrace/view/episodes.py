@@ -33,6 +33,7 @@ SEARCH_S = 0.6
 """How long one go of a search may read; the next goes on from there."""
 MOST_FOUND = 25
 BLOCK = 64
+MOST_DIGITS = 18
 
 
 def listed(run: OpenRun, asked: dict[str, str]) -> dict[str, Any]:
@@ -263,6 +264,13 @@ def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[Episode, Turn]:
     return episode, episode.turns[turn]
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number >= 0 that ``text`` writes in ASCII digits; ``None`` if it writes none, or one that the ledger's
+    columns of 64 bits cannot hold."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return int(text) if is_number else None
+
+
 def _wanted(asked: dict[str, str]) -> Wanted:
     given = {name: value for name, value in asked.items() if value not in ("", "offset")}
     try:
@@ -274,16 +282,20 @@ def _wanted(asked: dict[str, str]) -> Wanted:
 
 def _number(asked: dict[str, str], name: str, default: int) -> int:
     text = asked.pop(name, str(default))
-    if not text.isdecimal() or len(text) > 12:
-        raise DataError(f"{name}={text[:40]!r} is no number", remedy="give a whole number >= 0")
-    return int(text)
+    number = whole_number(text)
+    if number is None:
+        raise DataError(
+            f"{name}={text[:40]!r} is no number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
+        )
+    return number
 
 
 def _key(name: str) -> EpisodeKey:
     group, dot, place = name.partition(".")
-    if not (dot and group.isdecimal() and place.isdecimal() and len(name) < 40):
+    numbers = whole_number(group), whole_number(place)
+    if not dot or numbers[0] is None or numbers[1] is None:
         raise DataError(f"{name[:60]!r} names no episode", remedy="write GROUP.PLACE, 12.3 for one")
-    return EpisodeKey(int(group), int(place))
+    return EpisodeKey(numbers[0], numbers[1])
 
 
 def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import html
 import secrets
-import signal
 import socket
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-import uvicorn
-
 from headrace.clock import Clock
 from headrace.config.tls import server_context
+from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.errors import ConfigError
 from headrace.view.app import make_app
 from headrace.view.run import OpenRun
 from headrace.view.terms import ViewTerms
-
-MOST_CONNECTIONS = 256
-END_S = 1
-"""After Ctrl-C, how long open answers may take."""
 
 
 def serve(runs: Sequence[OpenRun], terms: ViewTerms, *, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -38,43 +31,19 @@ def serve(runs: Sequence[OpenRun], terms: ViewTerms, *, clock: Clock, tell: Call
     if terms.tls_certificate:
         server_context(terms.tls_certificate, terms.tls_key)
     with bind(terms) as listening:
-        server = _Server(runs, clock, terms)
+        server = make_server(runs, terms, clock)
         tell(address(listening, terms))
         server.run(sockets=[listening])
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, that returns from Ctrl-C and SIGTERM instead of raising them again."""
-
-    def __init__(self, runs: Sequence[OpenRun], clock: Clock, terms: ViewTerms) -> None:
-        secure = bool(terms.tls_certificate)
-        app = make_app(runs, clock=clock, token=terms.token, ending=lambda: self.should_exit, secure=secure)
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                access_log=False,
-                log_level="error",
-                server_header=False,
-                ws="none",
-                ssl_certfile=terms.tls_certificate or None,
-                ssl_keyfile=terms.tls_key or None,
-                limit_concurrency=MOST_CONNECTIONS,
-                timeout_graceful_shutdown=END_S,
-            )
-        )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        for number in numbers:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+def make_server(runs: Sequence[OpenRun], terms: ViewTerms, clock: Clock) -> HttpServer:
+    """Return the server of the dashboard of ``runs``; it ends at Ctrl-C."""
+    limits = ShellLimits(tls_certificate=terms.tls_certificate, tls_key=terms.tls_key)
+    app = make_app(
+        runs, clock=clock, token=terms.token, ending=lambda: server.should_exit, secure=bool(terms.tls_certificate)
+    )  # fmt: skip
+    server = HttpServer(app, limits, own_logging=True, takes_signals=True)
+    return server
 
 
 def open_browser(url: str, tell: Callable[[str], None], directory: Path) -> threading.Thread:

@@ -11,9 +11,13 @@ from headrace.algo.losses.section import AnchoredLoss
 
 
 class Dppo(AnchoredLoss):
-    """−keep·A·sg(min(r, c))·log π; a token is dropped where A > 0 and π − μ > δ, or A < 0 and π − μ < −δ.
+    """−keep·A·sg(min(r, c))·log π + τ·(log π/μ)²; keep is 0 where A > 0 and π − μ > δ, or A < 0 and π − μ < −δ.
 
-    Source: "Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879 (total-variation form).
+    The square pulls every token to μ, a token whose gain is dropped too. With ``kl_tau = 1e-3``, ``anchor = "mu"`` and
+    a ``ratio_cap`` that never acts (1e9: log r is at most 20), its gradient is that of PRIME-RL's default loss.
+
+    Source: "Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879 (total-variation form); the
+    square: Kimi K2.5, arXiv 2602.02276, as PRIME-RL has it.
     """
 
     kind: Literal["dppo"] = "dppo"
@@ -24,6 +28,8 @@ class Dppo(AnchoredLoss):
     """δ: how far the probability of a token may have moved from μ."""
     ratio_cap: float = Field(default=20.0, gt=0)
     """c: no token weighs more than this."""
+    kl_tau: float = Field(default=0.0, ge=0)
+    """τ: weight of the square; 1e-3 is PRIME-RL's."""
 
     def formula_columns(self) -> frozenset[Column]:
         """Its anchor, and μ for the trust region."""
@@ -35,5 +41,7 @@ class Dppo(AnchoredLoss):
         up_N, down_N = inputs.advantages_N > 0, inputs.advantages_N < 0
         cut_N = (up_N & (moved_N > self.delta)) | (down_N & (moved_N < -self.delta))
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp().clamp(max=self.ratio_cap)
-        tokens_N = -inputs.advantages_N * ratio_N * inputs.log_pi_N
-        return TokenLoss(tokens_N=tokens_N.masked_fill(cut_N, 0.0), clipped_N=cut_N)
+        tokens_N = (-inputs.advantages_N * ratio_N * inputs.log_pi_N).masked_fill(cut_N, 0.0)
+        if self.kl_tau > 0:
+            tokens_N = tokens_N + self.kl_tau * inputs.log_ratio_N("mu").square()
+        return TokenLoss(tokens_N=tokens_N, clipped_N=cut_N)

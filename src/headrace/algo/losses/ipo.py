@@ -1,4 +1,4 @@
-"""IPO as PRIME-RL has it: an importance ratio inside a band of probability, and a quadratic pull to μ."""
+"""IPO, one of PRIME-RL's losses: an importance ratio inside a band of probability, and a quadratic pull to μ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from headrace.algo.losses.section import PolicyLoss
 class Ipo(PolicyLoss):
     """−keep·A·r + τ·(log r)², r = π/μ, keep where |π − μ| ≤ δ.
 
-    Source: PRIME-RL's default loss; the trust region as in arXiv 2602.04879.
+    Source: PRIME-RL's loss of type "ipo" (its default is ``dppo`` with ``kl_tau``); the
+    trust region as in arXiv 2602.04879, on both sides whatever the sign of A.
     """
 
     kind: Literal["ipo"] = "ipo"

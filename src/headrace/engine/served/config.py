@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config import Section
-from headrace.config.addresses import EVERYWHERE, LOOPBACK, is_loopback
+from headrace.config.addresses import EVERYWHERE, LOOPBACK, is_loopback, refuse_secret
 from headrace.errors import ConfigError
 
 
@@ -46,6 +46,8 @@ class ServerConfig(Section):
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
+            remedy = "name an environment variable that holds the key: engine.server.token_from"
+            refuse_secret("engine.server.urls", url, remedy)
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(
                     f"engine.server.urls holds {url!r}, which is no URL", remedy='write it as "http://127.0.0.1:8000"'

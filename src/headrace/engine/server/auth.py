@@ -12,7 +12,8 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace.config.addresses import is_loopback
+from headrace.config.addresses import host_of, is_loopback
+from headrace.engine.server.connection import mark_entitled
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.errors import ConfigError
 
@@ -30,12 +31,13 @@ class Gate:
             if refusal is not None:
                 await refusal.response()(scope, receive, send)
                 return
+            mark_entitled(scope)
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Refusal | None:
         if not self._token:
             host = headers.get("host", "")
-            if is_loopback(_without_port(host)):
+            if is_loopback(host_of(host)):
                 return None
             return Refusal(
                 f"the request is addressed to {shown(host)}, and without a token only this machine may call",
@@ -63,9 +65,3 @@ def refuse_open_door(host: str, token: str) -> None:
             f"serve.host={host!r} can be reached from other machines, and there is no token",
             remedy="give --token-file FILE or set HEADRACE_SERVE_TOKEN, or bind to 127.0.0.1",
         )
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]

@@ -8,15 +8,13 @@ The port is taken before the model is loaded, so that a wrong one is told at onc
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-import uvicorn
-from uvicorn.config import LOGGING_CONFIG
+from starlette.types import ASGIApp
 
 from headrace.clock import Clock
 from headrace.config.tls import server_context
@@ -27,12 +25,10 @@ from headrace.engine.server.app import State, make_app
 from headrace.engine.server.auth import refuse_open_door
 from headrace.engine.server.chat import Words
 from headrace.engine.server.config import ServeSection
-from headrace.engine.server.connection import Connection
 from headrace.engine.server.prompts import Terms
+from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.errors import ConfigError
 
-_LOGGING = {**LOGGING_CONFIG, "loggers": {**LOGGING_CONFIG["loggers"], "asyncio": {"level": "ERROR"}}}
-"""Without asyncio's warnings of what is written behind a client that has just left: it is counted, not told."""
 LAST_RESORT_S = 5.0
 """After the grace period, how long connections may take to end before they are cut."""
 
@@ -81,23 +77,12 @@ def serve(
         asyncio.run(_Server(limits, token, clock, events).run(listening, load))
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn, that says when it begins to end, and returns from Ctrl-C and SIGTERM instead of raising them again."""
+class _Draining(HttpServer):
+    """A server that says when it begins to end."""
 
-    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
+        super().__init__(app, limits, own_logging=True, takes_signals=True)
         self._ending = ending
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending()
@@ -109,28 +94,20 @@ class _Server:
         self._limits, self._clock, self._events = limits, clock, events
         self._state = State()
         self._engine: LocalEngine | None = None
-        config = uvicorn.Config(
-            make_app(self._state, token),
-            lifespan="off",
-            access_log=False,
-            log_level="error",
-            log_config=_LOGGING,
-            server_header=False,
-            http=Connection,
-            ws="none",
-            timeout_keep_alive=limits.idle_timeout_s,
-            limit_concurrency=limits.max_sequences + 1024,
-            timeout_graceful_shutdown=int(limits.grace_s + LAST_RESORT_S),
-            ssl_certfile=limits.tls_certificate or None,
-            ssl_keyfile=limits.tls_key or None,
+        shell = ShellLimits(
+            idle_timeout_s=limits.idle_timeout_s,
+            max_connections=limits.max_sequences + 1024,
+            grace_s=int(limits.grace_s + LAST_RESORT_S),
+            tls_certificate=limits.tls_certificate,
+            tls_key=limits.tls_key,
         )
-        self._uvicorn = _Uvicorn(config, self._drain)
+        self._http = _Draining(make_app(self._state, token), shell, self._drain)
 
     async def run(self, listening: socket.socket, load: Callable[[], Loaded]) -> None:
         url = _url(listening, "https" if self._limits.tls_certificate else "http")
         try:
             async with asyncio.TaskGroup() as group:
-                serving = group.create_task(self._uvicorn.serve(sockets=[listening]))
+                serving = group.create_task(self._http.serve(sockets=[listening]))
                 self._events.listening(url)
                 living = group.create_task(self._live(url, load))
                 serving.add_done_callback(lambda _: living.cancel())
@@ -149,7 +126,7 @@ class _Server:
                     self._events.serving(url, loaded)
                     raise await engine.died()
         finally:
-            self._uvicorn.should_exit = True
+            self._http.should_exit = True
 
     def _service(self, loaded: Loaded, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
         return Service(
@@ -163,7 +140,7 @@ class _Server:
     def _drain(self) -> None:
         """Nothing new begins; what still runs after the grace period ends with what it has."""
         self._state.draining = True
-        self._events.ending(len(self._uvicorn.server_state.tasks))
+        self._events.ending(len(self._http.server_state.tasks))
         if self._engine is not None:
             asyncio.get_running_loop().call_later(self._limits.grace_s, self._engine.withdraw_all)
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
@@ -58,19 +58,23 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """The components of its reward."""
 
 
+Stored = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A whole number that a column of the ledger can hold."""
+
+
 class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which episodes; every field that is ``None`` lets all through."""
 
     status: str | None = None
     """``scored``, ``failed``, ``left_out``, ``masked``, or ``trained``, ``dropped``, ``waiting`` for its group."""
-    step: int | None = None
-    group: int | None = None
-    row: int | None = None
+    step: Stored | None = None
+    group: Stored | None = None
+    row: Stored | None = None
     reward_from: float | None = None
     reward_to: float | None = None
-    tokens_from: int | None = None
-    tokens_to: int | None = None
-    age_from: int | None = None
+    tokens_from: Stored | None = None
+    tokens_to: Stored | None = None
+    age_from: Stored | None = None
     """Of its oldest token, at the step that took it."""
     cause: str | None = None
     """Words of its cause, or of the reason why its group was dropped."""

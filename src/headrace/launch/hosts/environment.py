@@ -24,7 +24,7 @@ from headrace.config.user_code import where
 from headrace.env.base import AS_THE_RUN
 from headrace.env.entry import Rollout, load_entry
 from headrace.env.policy import Episode, Policy
-from headrace.environ import run_token
+from headrace.environ import forget_token, run_token
 from headrace.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import EnvironmentStart
@@ -61,6 +61,7 @@ async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
         rollout = load_entry(start.kind, start.entry, hands)
     desk = _Desk(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))  # before anything else is said
+    forget_token()
     watch.begin()
     async with asyncio.TaskGroup() as episodes:
         while True:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from headrace.environ import read_token
 from headrace.errors import HeadraceError
 from headrace.heap import growing_heap
 from headrace.launch.channel import PartChannel
@@ -29,6 +30,7 @@ from headrace.types.messages.controller import Failure
 def main(directory: Path, part: str, lifeline: int) -> int:
     """Be the part that ``directory``/``part``.json describes, until told to shut down; the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+    read_token(lifeline)  # before anything of it is taken for the controller's end
     _die_with_controller(lifeline)
     with growing_heap():
         briefing = read_briefing(directory / f"{part}.json")

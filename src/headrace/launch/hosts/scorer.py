@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
 
-from headrace.environ import run_token
+from headrace.environ import forget_token, run_token
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
 from headrace.scoring import AnyReward, RewardConfig
@@ -49,6 +49,7 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     room = asyncio.Semaphore(section.concurrency)
     reward = section.grader(hands)
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
+    forget_token()
 
     async def score(request: Score) -> None:
         async with room:

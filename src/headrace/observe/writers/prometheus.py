@@ -3,16 +3,14 @@ the run directory."""
 
 from __future__ import annotations
 
-import hmac
 import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Literal, Self
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -29,9 +27,9 @@ if TYPE_CHECKING:
 TOKEN_FILE = "metrics.token"
 """In the run directory, for this user alone: ``authorization: {credentials_file: RUN/metrics.token}`` in Prometheus'
 own settings. A run that resumes keeps it."""
-PATIENCE_S = 10.0
-"""A connection that says nothing for so long is cut."""
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+IDLE_TIMEOUT_S = 10
+"""Seconds after which a connection that brings no request is cut."""
+MAX_CONNECTIONS = 64
 
 
 class Prometheus(Section):
@@ -54,40 +52,38 @@ class Prometheus(Section):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Raises :class:`~headrace.errors.ConfigError` if the port cannot be had."""
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import CollectorRegistry, make_asgi_app
+
+        from headrace.engine.server.auth import Gate
+        from headrace.engine.server.shell import HttpServer, ShellLimits
 
         newest = _Newest(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
-        app = guarded(make_wsgi_app(registry), _token(run.run_dir / TOKEN_FILE))
-        kind = _Server6 if ":" in self.host else _Server
+        app = Gate(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
+        if self.tls_certificate:
+            server_context(self.tls_certificate, self.tls_key)
+        server = HttpServer(
+            app,
+            ShellLimits(
+                idle_timeout_s=IDLE_TIMEOUT_S, max_connections=MAX_CONNECTIONS,
+                tls_certificate=self.tls_certificate, tls_key=self.tls_key,
+            ),
+        )  # fmt: skip
+        thread = threading.Thread(target=server.run, args=([self._bound()],), name="prometheus", daemon=True)
+        thread.start()
+        newest.ends_with(partial(setattr, server, "should_exit", True), thread.join)
+        return newest
+
+    def _bound(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            server = make_server(self.host, self.port, app, kind, _Handler)
+            return socket.create_server((self.host, self.port), family=family)
         except OSError as error:
             raise ConfigError(
                 f"observe.writers: prometheus cannot listen on {self.host}:{self.port}: {error.strerror}",
                 remedy="choose another port",
             ) from None
-        if self.tls_certificate:
-            context = server_context(self.tls_certificate, self.tls_key)
-            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-        thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="prometheus", daemon=True)
-        thread.start()
-        newest.ends_with(server.shutdown, server.server_close, thread.join)
-        return newest
-
-
-def guarded(app: App, token: str) -> App:
-    """``app`` for those who send ``token``; everybody else hears 401."""
-
-    def door(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        given = str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace")
-        if hmac.compare_digest(given, f"Bearer {token}".encode()):
-            return app(environ, start)
-        start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Length", "0")])
-        return []
-
-    return door
 
 
 def _token(file: Path) -> str:
@@ -95,24 +91,6 @@ def _token(file: Path) -> str:
         file.touch(0o600)
         file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = PATIENCE_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: whoever asks sees the answer."""
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever asked has left."""
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _Newest:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.clock import Clock
 from headrace.engine.server.body import BodyLimits, read_object
+from headrace.engine.server.connection import mark_entitled
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.watch import ClientGone, while_connected
 from headrace.env.agents import POLICY
@@ -98,6 +99,7 @@ class _Door:
                 await asyncio.sleep(self._desk.limits.delay_s)
                 await refusal.response()(scope, receive, send)
                 return
+        mark_entitled(scope)
         await self._app(scope, receive, send)
 
 

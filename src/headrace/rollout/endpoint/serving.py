@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import uvicorn
-
 from headrace.clock import Clock
 from headrace.config.tls import server_context
-from headrace.engine.server.connection import Connection
 from headrace.engine.server.refusal import shown
+from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.env.base import OpenEpisode
 from headrace.errors import RunError
 from headrace.rollout.endpoint.app import Desk, make_app
@@ -25,7 +22,7 @@ from headrace.rollout.endpoint.sessions import Sessions
 from headrace.types.sampling import Sampling
 
 MAX_CONNECTIONS = 4096
-"""At once, and never more than half of the files that the process may open: the run needs the others."""
+"""At once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,22 +77,13 @@ class Endpoint:
             sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
         )  # fmt: skip
         with _bound(at.host) as listening, _bound_to(at.path) as more:
-            server = _Server(
-                uvicorn.Config(
-                    make_app(desk),
-                    lifespan="off",
-                    access_log=False,
-                    log_config=None,
-                    log_level="error",
-                    server_header=False,
-                    ws="none",
-                    http=_Connection,
-                    timeout_keep_alive=limits.idle_timeout_s,
-                    timeout_graceful_shutdown=1,
-                    ssl_certfile=at.tls_certificate or None,
-                    ssl_keyfile=at.tls_key or None,
-                )
+            shell = ShellLimits(
+                idle_timeout_s=limits.idle_timeout_s,
+                max_connections=MAX_CONNECTIONS,
+                tls_certificate=at.tls_certificate,
+                tls_key=at.tls_key,
             )
+            server = HttpServer(make_app(desk), shell)
             host, port = listening.getsockname()[:2]
             scheme, host = "https" if at.tls_certificate else "http", f"[{host}]" if ":" in host else host
             async with _beside(server, [listening, *more]):
@@ -127,16 +115,8 @@ class _Wishes:
         self._warn(f"a program asks for {asked}; {instead}, as everywhere in the run: so it is trained")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, that leaves signals to the controller."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
-async def _beside(server: _Server, listening: list[socket.socket]) -> AsyncIterator[None]:
+async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
     """``server`` serves while the body runs, and has let go of every connection when this returns."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -148,22 +128,6 @@ async def _beside(server: _Server, listening: list[socket.socket]) -> AsyncItera
                 await asyncio.wait({serving})
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-class _Connection(Connection):
-    """A connection that makes room: where there are too many, one that is idle is cut, and if there is none, the
-    newest."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > _most_connections():
-            others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
-            next((other for other in others if other.idle), self).transport.abort()
-
-
-def _most_connections() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 @contextmanager
