@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, starting
 
 
 def bench(
@@ -23,6 +23,7 @@ def bench(
     seed: int = typer.Option(0, min=0, help="faults: of the first run, the next has the next; fuzz."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
+    starting(f"loading what the benchmark {name} needs")
     from headrace.bench import run_benchmark, show
 
     progress = console(stderr=True)
