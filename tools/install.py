@@ -72,7 +72,7 @@ class Progress:
             return
         self._named.add(key)
         size = _SIZE.search(line)
-        self.doing = f"fetching {key}{f' ({size[1]})' if size else ''}"
+        self.doing = f"{len(self._named)} packages so far, the last {key}"
         self._print(f"  {key}{f'  {size[1]}' if size else ''}")
 
     def _print(self, text: str) -> None:
