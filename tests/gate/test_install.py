@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import install
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = {
