@@ -1,5 +1,6 @@
 # make demo, make test and make check each work in a fresh clone: they make .venv, install into it, and run.
-# PYTHON=python3.12 chooses the interpreter of a new .venv; ARGS="..." goes to the program or to pytest.
+# PYTHON=python3.12 chooses the interpreter of a new .venv, and TORCH=cpu, default or the URL of an index its build of torch;
+# ARGS="..." goes to the program or to pytest.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,6 +10,7 @@ OLDEST := (3, 11)
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < $(OLDEST))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
+TORCH ?= auto
 BIN := .venv/bin
 PATHS := src tests tools lab $(wildcard examples)
 # two processes side by side, one thread each (tests/conftest.py)
@@ -27,17 +29,21 @@ help:
 
 venv: .venv/ready
 
-.venv/ready: pyproject.toml constraints.txt
+# .venv/package: the package alone; .venv/ready: the developer's tools too
+.venv/package .venv/ready: pyproject.toml constraints.txt
 	@if [ -z '$(PYTHON)' ] || ! '$(PYTHON)' -c '$(IS_NEW_ENOUGH)'; then \
 		echo "Headrace needs Python 3.11 or newer; found: $$('$(or $(PYTHON),python3)' --version 2>&1 || true)." >&2; \
 		echo 'Install one and name it: make venv PYTHON=/path/to/python3.11' >&2; \
 		exit 1; \
 	fi
-	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then rm -rf .venv; '$(PYTHON)' -m venv .venv; fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "Making .venv with $$('$(PYTHON)' --version)"; rm -rf .venv; '$(PYTHON)' -m venv .venv; \
+	fi
+	@$(BIN)/python tools/install.py --torch '$(TORCH)' $(if $(filter %ready,$@),dev)
 	@touch $@
 
-demo: venv
+# the package alone is enough, and needs no compiler
+demo: $(if $(wildcard .venv/ready),.venv/ready,.venv/package)
 	$(BIN)/headrace demo $(ARGS)
 
 test: venv

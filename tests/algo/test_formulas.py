@@ -7,7 +7,7 @@ from pydantic import Field
 
 from headrace.algo import formulas
 from headrace.algo.registry import options_of, rows
-from headrace.config import Section
+from headrace.config import Section, descriptions
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
 
@@ -23,7 +23,7 @@ def test_every_formula_states_itself_its_source_and_its_options(name: str, kind:
     assert kind.__doc__
     assert "Source" in kind.__doc__ or name == "trust_region"
     for option in options_of(kind):
-        assert kind.model_fields[option].description, f"{name}.{option} has no docstring"
+        assert descriptions(kind).get(option), f"{name}.{option} has no docstring"
 
 
 def test_undocumented_option_stops_the_generator() -> None:

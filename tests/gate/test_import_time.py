@@ -35,3 +35,9 @@ def test_program_answers_without_torch() -> None:
 def test_measurement_sees_torch_where_it_is_imported() -> None:
     heavy, _ = heavy_and_seconds("torch")
     assert "torch" in heavy
+
+
+@pytest.mark.parametrize("module", ["session.exporting", "session.directory", "session.training", "session.evaluating"])
+def test_verbs_of_the_controller_need_neither_torch_nor_transformers(module: str) -> None:
+    heavy, _ = heavy_and_seconds(f"headrace.{module}")
+    assert heavy == set()

@@ -20,7 +20,8 @@ from headrace.errors import ModelError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
-from headrace.models.lora import AGENTS, DEFAULT, Switch, config_of
+from headrace.models.config import AGENTS
+from headrace.models.lora import DEFAULT, Switch, config_of
 from headrace.models.weights import adapter_of, weight_tensors
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from headrace.algo.formulas import CHAPTERS
 from headrace.algo.registry import rows
-from headrace.config import Section
+from headrace.config import Section, descriptions
 from tools.site.docstrings import as_markdown
 
 _ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in rows(union).values()}
@@ -34,11 +34,12 @@ def _table(path: str, kind: type[Section]) -> Iterator[str]:
     yield f"\n{'###' if '.' in path else '##'} {path}{f': {chosen}' if chosen else ''}\n"
     yield f"{_prose(kind.__doc__ or '')}\n"
     fields = {name: field for name, field in kind.model_fields.items() if name != "kind" or not chosen}
+    meanings = descriptions(kind)
     if fields:
         yield "| key | takes | default | meaning |\n|---|---|---|---|"
     for name, field in fields.items():
         default = "*required*" if field.is_required() else _value(field.get_default(call_default_factory=True))
-        meaning = _prose(field.description or "").replace("|", "\\|").replace("\n\n", " ").replace("\n", " ")
+        meaning = _prose(meanings.get(name, "")).replace("|", "\\|").replace("\n\n", " ").replace("\n", " ")
         yield f"| `{name}` | {_takes(field.annotation)} | {default} | {meaning} |"
     yield ""
     for name, field in fields.items():

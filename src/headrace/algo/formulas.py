@@ -17,6 +17,7 @@ from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import options_of, rows
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
+from headrace.config import descriptions
 
 HEAD = """\
 # Formulas
@@ -81,10 +82,11 @@ def _entry(name: str, kind: type[Any]) -> Iterator[str]:
         yield f"Reduction of the paper: {reduction}.\n"
     fields = {key: field for key, field in kind.model_fields.items() if key in options_of(kind)}
     if fields:
+        meanings = descriptions(kind)
         yield "| option | default | meaning |\n|---|---|---|"
         for key, field in fields.items():
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-            yield f"| `{key}` | {default} | {_one_line(name, key, field.description)} |"
+            yield f"| `{key}` | {default} | {_one_line(name, key, meanings.get(key))} |"
         yield ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, starting
 
 
 def bench(
@@ -21,6 +21,7 @@ def bench(
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
+    starting(f"loading what the benchmark {name} needs")
     from headrace.bench import run_benchmark, show
 
     progress = console(stderr=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json, readable
+from headrace.cli.output import console, print_json, readable, starting
 
 app = typer.Typer(help="Check parts of your own before a run uses them.", no_args_is_help=True)
 
@@ -24,6 +24,7 @@ def loss(
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Run a loss through the contract suite: gradient, packing, masked tokens without influence."""
+    starting(f"checking {reference}")
     from headrace.algo.check import check_loss
     from headrace.config import merge, parse_override
 
@@ -50,6 +51,7 @@ def env(
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
     """Run an environment, a rollout, a program, a bridge or a reward against scripted models, and say what is wrong."""
+    starting(f"checking {reference}")
     from headrace.config import merge, parse_override
     from headrace.env.data import load_rows
     from headrace.session.checking import check_env

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import console, print_json, readable, resumable, table
+from headrace.cli.output import console, print_json, readable, resumable, starting, table
 from headrace.cli.train import SET_HELP
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def compare(
 
     Each has a run directory of its own under --dir. The same command goes on where it was broken off.
     """
+    starting("loading what a comparison needs")
     from headrace.clock import RealClock
     from headrace.compare import Terms
     from headrace.compare import compare as run

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.progress import Progress
 
-from headrace.cli.output import console, print_json, resumable
+from headrace.cli.output import console, print_json, resumable, starting
 from headrace.cli.train import LIKE_HELP, SET_HELP
 
 
@@ -26,6 +26,7 @@ def demo(
     A model of 0.4M parameters is made and imitates a careless teacher, who forgets the carry in 60% of the
     demonstrations. Reinforcement learning, which sees only whether an answer is right, does the rest.
     """
+    starting("loading what the demo needs; its supervised phase takes about 20 s")
     from headrace.heap import growing_heap
     from headrace.models.kernels.build import build_ahead
 
@@ -49,8 +50,6 @@ def demo(
         made = build_demo(target, seed=seed, mixture=mixture)
     else:
         out.print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
-        if not out.is_terminal:
-            out.print("the supervised phase takes about 20 s")
         with Progress(console=out, transient=True) as bar:
             task = bar.add_task("supervised phase: a careless teacher")
             made = build_demo(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import VISIBLE, console, print_json, readable, table
+from headrace.cli.output import VISIBLE, console, print_json, readable, starting, table
 from headrace.cli.train import SET_HELP
 
 if TYPE_CHECKING:
@@ -41,12 +41,16 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
+    starting(f"reading {where} and loading what an evaluation needs")
     from headrace.clock import RealClock
     from headrace.config.addresses import refuse_secret
-    from headrace.engine.remote import Elsewhere
-    from headrace.session import Measures
-    from headrace.session import evaluate as measure
-    from headrace.session.directory import choose_directory, run_file_of
+    from headrace.heap import growing_heap
+
+    with growing_heap():
+        from headrace.engine.remote import Elsewhere
+        from headrace.session import Measures
+        from headrace.session import evaluate as measure
+        from headrace.session.directory import choose_directory, run_file_of
 
     refuse_secret("--url", url, f"set {TOKEN_VARIABLE}", reason=VISIBLE)
     given = [] if n is None else [f"run.eval_samples={n}"]
@@ -58,7 +62,7 @@ def evaluate(
     measures = Measures(
         ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere
     )  # fmt: skip
-    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures)
+    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, tell=starting)
     if as_json:
         print_json(result)
     else:

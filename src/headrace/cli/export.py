@@ -7,7 +7,7 @@ from typing import Literal
 
 import typer
 
-from headrace.cli.output import console, print_json, readable
+from headrace.cli.output import console, print_json, readable, starting
 
 
 def export(
@@ -25,7 +25,11 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Write what was trained as plain Hugging Face files, which transformers (or peft) loads."""
-    from headrace.session.exporting import export as write
+    starting(f"exporting {where}")
+    from headrace.heap import growing_heap
+
+    with growing_heap():
+        from headrace.session.exporting import export as write
 
     exported = write(where, out, adapter, dtype, agent)
     if as_json:

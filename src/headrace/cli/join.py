@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, readable
+from headrace.cli.output import console, readable, starting
 
 
 def join(
@@ -29,6 +29,7 @@ def join(
 
     What the run asks for is done as your user: join runs of people whom you trust.
     """
+    starting(f"reading {invitation}")
     from headrace.launch.joining.node import Offer, join
 
     out = console()

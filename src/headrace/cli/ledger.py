@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from headrace.cli.output import console, print_json, readable, table
+from headrace.cli.output import console, print_json, readable, starting, table
 
 if TYPE_CHECKING:
     from headrace.flow.ledger import Conservation, Fates, Ledger
@@ -22,6 +22,7 @@ def ledger(
     replay: bool = typer.Option(False, "--replay", help="Train a fresh learner on the recorded batches, and compare."),
 ) -> None:
     """Show what became of every group, episode and token, and whether the books balance."""
+    starting(f"reading {run_dir}")
     from headrace.flow.ledger.opening import open_ledger
 
     book = open_ledger(run_dir)

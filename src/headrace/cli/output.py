@@ -22,6 +22,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def starting(doing: str) -> None:
+    """Say on standard error what a verb begins with, before the imports that take it seconds."""
+    console(stderr=True).print(f"{readable(doing)} ...", style="dim")
+
+
 def complain(error: HeadraceError) -> None:
     """Problem and remedy, on standard error."""
     err = console(stderr=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headrace.cli.output import console, print_json
+from headrace.cli.output import console, print_json, starting
 
 if TYPE_CHECKING:
     from headrace.plan import Asked, Found
@@ -31,6 +31,7 @@ def plan(
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
 ) -> None:
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
+    starting(f"reading {run_file} and loading what a plan needs")
     from headrace.clock import RealClock
     from headrace.errors import ConfigError
     from headrace.plan import load_cluster, make_site

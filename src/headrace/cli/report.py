@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, readable
+from headrace.cli.output import console, readable, starting
 
 
 def report(
@@ -14,6 +14,7 @@ def report(
     png: bool = typer.Option(False, "--png", help="The whole report as one picture too: report/report.png."),
 ) -> None:
     """Write the report of a run, ended or not: one HTML file with its pictures inside, and each picture as a PNG."""
+    starting(f"reading {run_dir}")
     from headrace.observe.report import write_report
 
     out = console()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from headrace.cli.output import console, readable
+from headrace.cli.output import console, readable, starting
 from headrace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def serve(
     ),
 ) -> None:
     """Serve a model over HTTP, in the protocol of OpenAI's completions and chat completions."""
+    starting(f"loading what it takes to serve {model}")
     from headrace.cli.ahead import compile_ahead
     from headrace.clock import RealClock
     from headrace.config import merge, parse_override, validate

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 
-from headrace.cli.output import console, print_json, readable, table
+from headrace.cli.output import console, print_json, readable, starting, table
 
 
 def status(
@@ -16,6 +15,7 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
     """Show every process of a run, its state and version, and who waits for whom."""
+    starting(f"reading {run_dir}")
     seen = look(run_dir)
     if as_json:
         print_json(seen)
@@ -42,6 +42,8 @@ def status(
 
 def look(run_dir: Path) -> dict[str, Any]:
     """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
+    import psutil
+
     from headrace.errors import DataError
     from headrace.session.directory import LOCK_FILE, read_status, read_summary
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import VISIBLE, console, print_json, readable
+from headrace.cli.output import VISIBLE, console, print_json, readable, starting
 
 if TYPE_CHECKING:
     from headrace.observe import RunData
@@ -22,6 +22,7 @@ def trace(
     as_json: bool = typer.Option(False, "--json", help="Print where the time went as JSON."),
 ) -> None:
     """Say where a run's time went, and export its event trace."""
+    starting(f"reading {run_dir}")
     import msgspec
 
     from headrace.observe import load_run, run_verdict

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json, resumable
+from headrace.cli.output import console, print_json, resumable, starting
 
 LIKE_HELP = "Take what the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
@@ -24,6 +24,7 @@ def train(
     """Train a model as the run file says."""
     if run_file is None and replay is None:
         raise typer.BadParameter("Missing argument 'RUN_FILE' (or --replay with the directory of a run).")
+    starting(f"reading {run_file or replay} and loading what a run needs")
     from headrace.cli.ahead import compile_ahead
     from headrace.heap import growing_heap
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, readable
+from headrace.cli.output import console, readable, starting
 
 TOKEN_VARIABLE = "HEADRACE_VIEW_TOKEN"
 
@@ -31,6 +31,7 @@ def view(
 
     Works from the run directories alone, without network. Several runs are compared.
     """
+    starting("looking for runs")
     from headrace.clock import RealClock
     from headrace.view.run import OpenRun, changed_s, find_runs
     from headrace.view.serving import open_browser, serve

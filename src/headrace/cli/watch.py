@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from headrace.cli.output import console
+from headrace.cli.output import console, starting
 
 if TYPE_CHECKING:
     from headrace.types.observation import LiveState
@@ -22,6 +21,9 @@ def watch(
     once: bool = typer.Option(False, "--once", help="Show the present moment and leave; so too where this is a pipe."),
 ) -> None:
     """Show a run that goes on elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the watching."""
+    starting(f"reading {run_dir}")
+    import asyncio
+
     from headrace.observe.terminal import LiveView, draw
 
     out = console()
@@ -35,6 +37,8 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
+    import asyncio
+
     from headrace.cli.status import look
 
     show(_read(run_dir))

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
+from itertools import pairwise
+
 import pydantic
 
 
 class Section(pydantic.BaseModel):
     """A frozen record of settings that knows no unknown key. Each component declares its own, beside its class."""
 
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    # not use_attribute_docstrings: it parses the source of every section in every process that imports one
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def descriptions(kind: type[Section]) -> dict[str, str]:
+    """Return the docstring of each setting of ``kind`` that has one, the inherited ones included, from the source."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if issubclass(each, Section) and each is not Section:
+            found |= _attribute_docstrings(each)
+    return {name: text for name, text in found.items() if name in kind.model_fields}
+
+
+def _attribute_docstrings(kind: type[Section]) -> dict[str, str]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }

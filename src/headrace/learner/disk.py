@@ -15,6 +15,12 @@ from headrace.errors import CheckpointError
 SLACK_BYTES = 1 << 20
 """For the small files beside the tensors."""
 
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt",
+    "spiece.model", "sentencepiece*.model", "*.tiktoken",
+)  # fmt: skip
+"""What makes a model directory usable, beside its configuration and weights."""
+
 FreeBytes = Callable[[Path], int]
 
 

@@ -19,17 +19,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError, ModelError
-from headrace.learner.disk import SLACK_BYTES, whole_or_nothing
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, whole_or_nothing
 from headrace.models import ModelConfig, load_model
+from headrace.models.config import AGENTS
 from headrace.models.weights import is_adapted, weight_tensors
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt",
-    "spiece.model", "sentencepiece*.model", "*.tiktoken",
-)  # fmt: skip
-"""What makes a model directory usable, beside its configuration and weights."""
 
 _RANDOM_STATE = "random_state.cpu"
 _STEP = "step"
@@ -67,7 +62,7 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
             from headrace.models import lora
 
             for agent in lora.Switch(model).agents:
-                where = directory / lora.AGENTS / agent if agent else directory
+                where = directory / AGENTS / agent if agent else directory
                 where.mkdir(parents=True, exist_ok=True)
                 lora.save_adapter(model, where, agent)
         else:

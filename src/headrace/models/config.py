@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 from headrace.config import Section
 from headrace.errors import ConfigError
 
+AGENTS = "agents"
+"""The folder of a snapshot that holds the adapters of agents which train their own, by name."""
+
+
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=32)]
 """A part of the names of tensors, in which dots divide."""
 SUPPORTED = "use a decoder-only text model whose layers all attend causally (qwen3, llama, gemma3_text, ...)"

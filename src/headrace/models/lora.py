@@ -27,11 +27,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError, ModelError
-from headrace.models.config import LoraConfig
+from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
-
-AGENTS = "agents"
-"""The folder of a snapshot that holds the adapters of agents which train their own, by name."""
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """An adapter on the disk, as peft names its files."""

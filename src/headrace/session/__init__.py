@@ -1,7 +1,30 @@
 """The front door: run files, run directories, and the verbs train and evaluate."""
 
-from headrace.session.config import RunConfig, load_config
-from headrace.session.evaluating import Evaluation, Measures, evaluate
-from headrace.session.training import train
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.session.config import RunConfig, load_config
+    from headrace.session.evaluating import Evaluation, Measures, evaluate
+    from headrace.session.training import train
+
+_HOMES = {
+    "Evaluation": "evaluating",
+    "Measures": "evaluating",
+    "RunConfig": "config",
+    "evaluate": "evaluating",
+    "load_config": "config",
+    "train": "training",
+}
+"""Names and the modules they come from, imported when first used: a verb that reads a run directory trains nothing."""
 
 __all__ = ["Evaluation", "Measures", "RunConfig", "evaluate", "load_config", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace.session' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"headrace.session.{_HOMES[name]}"), name)

@@ -30,6 +30,8 @@ from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_ins
 from headrace.session.running import first_cause, in_own_loop
 
 RESULT = "evaluation.json"
+PROGRESS_EVERY_S = 10.0
+"""Between two lines about what has been sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +98,10 @@ def evaluate(
     reward: Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     measures: Measures | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
     """The model ``model.path`` in its environment, on the rows of ``data.eval_path`` (or ``eval_data``), each of them
-    ``run.eval_samples`` times.
+    ``run.eval_samples`` times. ``tell`` is called with a line for people when something long begins.
 
     Raises :class:`~headrace.errors.HeadraceError`.
     """
@@ -109,24 +112,29 @@ def evaluate(
     measures.chosen(prepared.config.run.eval_samples)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:
         where = Path(measures.directory).expanduser().resolve() if measures.directory else Path(logs)
-        return in_own_loop(lambda _: _evaluate(prepared, measures, where))
+        return in_own_loop(lambda _: _evaluate(prepared, measures, where, tell))
 
 
-async def _evaluate(prepared: Prepared, measures: Measures, where: Path) -> Evaluation:
+async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: Callable[[str], None]) -> Evaluation:
     run, clock = prepared.config.run, RealClock()
-    tokens = 0
+    tokens, told_s = 0, clock.now()
     warnings: list[str] = []
 
     def count(arrived: int) -> None:
-        nonlocal tokens
+        nonlocal tokens, told_s
         tokens += arrived
+        if clock.now() - told_s >= PROGRESS_EVERY_S:
+            told_s = clock.now()
+            tell(f"{tokens:,} tokens sampled so far")
 
     book = _book(prepared, measures, where)
     order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
     told = Told(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
+    tell(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
     try:
         async with _engine(measures.elsewhere) as remote, local_serving(order, remote) as serving:
             began_s = clock.now()
+            tell(f"{len(prepared.eval_tasks):,} rows × {run.eval_samples} attempts")
             rewards = await watched(serving, run, told)
             seconds = clock.now() - began_s
     except BaseExceptionGroup as error:

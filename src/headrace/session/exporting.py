@@ -22,8 +22,8 @@ from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.env.agents import POLICY
 from headrace.errors import CheckpointError, ConfigError, nearest
-from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
-from headrace.learner.snapshot import TOKENIZER_FILES
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, whole_or_nothing
+from headrace.models.config import AGENTS
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -98,8 +98,6 @@ def export(
 
 def _of_agent(source: Path, agent: str) -> Path:
     """The directory of the adapter that is meant."""
-    from headrace.models.lora import AGENTS
-
     found = sorted(path.name for path in (source / AGENTS).glob("*"))
     known = [POLICY, *found] if found else []
     if known and not agent:

@@ -20,9 +20,7 @@ B = TypeVar("B", bound="StrictBody")
 class Strict(pydantic.BaseModel):
     """A part of a body."""
 
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class StrictBody(Strict):

@@ -25,12 +25,11 @@ from transformers import PreTrainedModel
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
 from headrace.learner.companions.base import Companion
-from headrace.learner.disk import SLACK_BYTES, flush, free_bytes
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush, free_bytes
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.shards import local, whole
-from headrace.learner.snapshot import TOKENIZER_FILES
 from headrace.models.config import ModelConfig
 from headrace.models.weights import is_adapted, kept_as, weight_tensors
 

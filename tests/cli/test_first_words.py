@@ -1,0 +1,82 @@
+"""A verb says what it does before it imports what takes it seconds, on standard error, and nothing into its JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "asyncio", "headrace.session", "headrace.control")
+STOP_AT_THE_FIRST_WORDS = f"""
+import os, sys
+class Heard(type(sys.stderr)):
+    def write(self, text):
+        print(text.strip(), *sorted(set({HEAVY!r}) & sys.modules.keys()), sep="|", flush=True)
+        os._exit(0)
+sys.stderr = Heard(sys.stderr.buffer, line_buffering=True)
+sys.argv = ["headrace", *sys.argv[1:]]
+from headrace.cli import main
+main()
+"""
+PROGRAM = "import sys; sys.argv[0] = 'headrace'; from headrace.cli import main; main()"
+VERBS = {
+    "train": ["train", "absent.toml"],
+    "train --dry-run": ["train", "absent.toml", "--dry-run"],
+    "train --replay": ["train", "--replay", "absent"],
+    "demo": ["demo", "--set", "flow.absent=1", "--dir", "made", "--like", "absent"],
+    "eval": ["eval", "absent.toml"],
+    "export": ["export", "absent", "out"],
+    "serve": ["serve", "absent"],
+    "check loss": ["check", "loss", "absent.py:loss"],
+    "check env": ["check", "env", "absent.py:reward"],
+    "plan": ["plan", "absent.toml", "--cluster", "absent.toml"],
+    "compare": ["compare", "absent"],
+    "bench": ["bench", "absent"],
+    "view": ["view", "absent"],
+    "report": ["report", "absent"],
+    "trace": ["trace", "absent"],
+    "status": ["status", "absent"],
+    "watch": ["watch", "absent"],
+    "join": ["join", "absent"],
+    "ledger": ["ledger", "absent"],
+}
+
+
+def run(program: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("arguments", VERBS.values(), ids=VERBS)
+def test_verb_speaks_before_its_heavy_imports(arguments: list[str], tmp_path: Path) -> None:
+    words, *imported = run(STOP_AT_THE_FIRST_WORDS, *arguments, cwd=tmp_path).stdout.strip().split("|")
+    assert words.endswith("...")
+    assert not imported
+
+
+def test_every_verb_that_may_take_long_is_among_them() -> None:
+    from headrace.cli.app import app
+
+    quick = {"recipes"}
+    known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    assert known == {name.split()[0] for name in VERBS} | quick
+
+
+@pytest.mark.parametrize("verb", [[], ["train"], ["eval"], ["check", "env"]], ids=" ".join)
+def test_help_is_printed_alone_and_without_the_library(verb: list[str], tmp_path: Path) -> None:
+    report = (
+        f"import sys, atexit\natexit.register(lambda: print(set({HEAVY!r}) & sys.modules.keys(), file=sys.stderr))\n"
+    )
+    shown = run(report + PROGRAM, *verb, "--help", cwd=tmp_path)
+    assert shown.stderr == "set()"
+    assert "Usage" in shown.stdout
+
+
+def test_json_is_all_that_stands_on_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(
+        "def loss(inputs):\n    return -(inputs.advantages * (inputs.log_pi - inputs.log_mu).exp() * inputs.mask)\n"
+    )
+    done = run(PROGRAM, "check", "loss", "loss.py:loss", "--json", cwd=tmp_path)
+    assert isinstance(json.loads(done.stdout), dict)
+    assert done.stderr.startswith("checking loss.py:loss")

@@ -1,0 +1,228 @@
+"""Install the package into the Python that runs this file, and show the progress: ``python tools/install.py dev``.
+
+The arguments are the extras to install. Only the standard library is imported, since nothing else is there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+HEARTBEAT_S = 5.0
+"""A line is printed at least this often."""
+PROBE_TIMEOUT_S = 30.0
+"""An index that has not answered after this time is taken for unreachable; pip gives each connection five seconds."""
+SIGNS_OF_NVIDIA = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/usr/lib/wsl/lib/nvidia-smi")
+
+_WHEEL = re.compile(
+    r"(?:Downloading|Using cached|Processing) (?:\S*/)?(?P<name>[\w.]+)-(?P<version>[\w.+!%]+)-\S*\.whl"
+)
+_SOURCE = re.compile(r"(?:Downloading|Using cached) (?:\S*/)?(?P<name>[\w.-]+)-(?P<version>[\w.+!%]+)\.(?:tar\.gz|zip)")
+_SIZE = re.compile(r"\(([\d.]+ [kMG]?B)\)")
+
+
+class Progress:
+    """Turns the output of pip into one line per package, with a heartbeat while pip itself says nothing."""
+
+    def __init__(self) -> None:
+        self.doing = "asking the package index"
+        """What pip is busy with, as the heartbeat says it."""
+        self._collected: set[str] = set()
+        self._named: set[str] = set()
+        self._silent = True
+        self._beats = 0
+
+    def read(self, line: str) -> None:
+        """Take one line of pip's output."""
+        words = line.split()
+        if words[:1] == ["Collecting"]:
+            self._collected.add(re.split(r"[^\w.-]", words[1])[0])
+            self.doing = f"resolving: {len(self._collected)} packages so far"
+        elif words[:2] == ["Building", "wheel"] and "done" not in words and "finished" not in words:
+            self._print(f"  building {words[3]}")
+        elif words[:3] == ["Installing", "collected", "packages:"]:
+            self.doing = f"unpacking {len(words) - 3} packages"
+            self._print(f"  {self.doing}")
+        elif (found := _WHEEL.match(line.strip()) or _SOURCE.match(line.strip())) and ".whl.metadata" not in line:
+            self._package(found["name"], found["version"], line)
+
+    def beat(self) -> None:
+        """Say what goes on, if nothing has been printed since the last call."""
+        self._beats += 1
+        if self._silent:
+            print(f"  … {self.doing} ({self._beats * HEARTBEAT_S:.0f} s)", flush=True)
+        self._silent = True
+
+    def _package(self, name: str, version: str, line: str) -> None:
+        key = f"{name} {unquote(version)}"
+        if key in self._named:
+            return
+        self._named.add(key)
+        size = _SIZE.search(line)
+        self.doing = f"{len(self._named)} packages so far, the last {key}"
+        self._print(f"  {key}{f'  {size[1]}' if size else ''}")
+
+    def _print(self, text: str) -> None:
+        self._silent = False
+        print(text, flush=True)
+
+
+@contextmanager
+def beating(progress: Progress) -> Iterator[None]:
+    """Let ``progress`` beat from a thread of its own."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT_S):
+            progress.beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def pip(*arguments: str, log: Path) -> int:
+    """Run pip with a line per package, append all its output to ``log``, and return its exit status."""
+    command = [sys.executable, "-m", "pip", *arguments]
+    progress = Progress()
+    lines = []
+    with log.open("a", encoding="utf-8") as kept, beating(progress):
+        kept.write(f"$ {' '.join(command)}\n")
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                kept.write(line)
+                lines.append(line)
+                progress.read(line)
+    if process.returncode:
+        said = [line for line in lines if not line.startswith("Requirement already satisfied")]
+        print("".join(said[-60:]), file=sys.stderr)
+        print(f"pip failed with exit status {process.returncode}; its whole output is in {log}", file=sys.stderr)
+    return process.returncode
+
+
+def pinned_torch() -> str:
+    """Return the version of torch that the constraints name."""
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    return next(line.partition("==")[2] for line in lines if line.startswith("torch=="))
+
+
+def installed(name: str) -> str:
+    """Return the version of a package in this environment, or nothing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def has_nvidia_gpu() -> bool:
+    """Tell whether the driver of an NVIDIA GPU is present."""
+    return bool(shutil.which("nvidia-smi")) or any(Path(sign).exists() for sign in SIGNS_OF_NVIDIA)
+
+
+def offers(index: str, version: str) -> tuple[bool, str]:
+    """Tell whether pip finds a build ``version`` of torch for this Python with that index, and if not, why."""
+    options = ["--index-url", index, "--retries", "0", "--timeout", "5", "--disable-pip-version-check"]
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", "pip", "index", "versions", "torch", *options],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"it did not answer within {PROBE_TIMEOUT_S:.0f} s"
+    available = re.findall(r"^Available versions: (.*)$", asked.stdout, re.MULTILINE)
+    if version in " ".join(available).split(", "):
+        return True, ""
+    if available:
+        return False, f"it has no torch {version} for this Python and machine"
+    return False, "it could not be reached, or has no torch for this Python and machine"
+
+
+def install_torch(build: str, log: Path) -> int:
+    """Install the build of torch that ``build`` chooses, where that is not the one that pip takes by itself."""
+    version = pinned_torch()
+    if build == "default" or installed("torch").partition("+")[0] == version:
+        return 0
+    if build == "auto":
+        if sys.platform != "linux" or has_nvidia_gpu():
+            return 0
+        print(f"No NVIDIA GPU here: looking for torch's CPU build at {CPU_INDEX}", flush=True)
+        offered, reason = offers(CPU_INDEX, f"{version}+cpu")
+        if not offered:
+            print(
+                f"It cannot be had: {reason}. torch's default build is taken, which brings CUDA libraries of some "
+                "gigabytes; `make venv TORCH=URL` names another index.",
+                flush=True,
+            )
+            return 0
+        version = f"{version}+cpu"
+    index = CPU_INDEX if build in {"auto", "cpu"} else build
+    return pip("install", "--no-deps", "--disable-pip-version-check", "--progress-bar", "off",
+               "--index-url", index, f"torch=={version}", log=log)  # fmt: skip
+
+
+def can_compile() -> bool:
+    """Tell whether a C extension for this Python could be built."""
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    return bool(shutil.which(compiler)) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
+
+
+def chosen_extras(extras: list[str]) -> list[str]:
+    """Return the extras to install: those of the tests that need a compiler only where there is one."""
+    if "dev" not in extras or "reasoning-gym" in extras:
+        return extras
+    if can_compile() or installed("reasoning-gym"):
+        return [*extras, "reasoning-gym"]
+    print(
+        "Without a C compiler and Python's headers (apt-get install gcc python3-dev) reasoning-gym cannot be built: "
+        "it is left out, and its tests are skipped.",
+        flush=True,
+    )
+    return extras
+
+
+def main() -> int:
+    """Install torch's build first, so that pip finds it in place, and then everything else."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("extras", nargs="*", help="extras of the package, such as dev")
+    parser.add_argument(
+        "--torch", default="auto", help="auto, cpu, default (what pip takes by itself), or the URL of an index"
+    )
+    options = parser.parse_args()
+    log = Path(sys.prefix) / "install.log"
+    log.unlink(missing_ok=True)
+    extras = chosen_extras(options.extras)
+    target = f".[{','.join(extras)}]" if extras else "."
+    print(f"Installing headrace {target} for Python {sys.version.split()[0]}; the log is {log}", flush=True)
+    failed = install_torch(options.torch, log) or pip(
+        "install", "--disable-pip-version-check", "--progress-bar", "off", "-c", str(CONSTRAINTS), "-e", target, log=log
+    )
+    if not failed:
+        print(f"Installed, with torch {installed('torch')}.", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
