@@ -48,6 +48,7 @@ from headrace.models.kernels.fuse import fuse
 from headrace.models.lora import Switch
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
+from headrace.models.rope import context_limit
 from headrace.models.shapes import cache_shapes
 from headrace.models.weights import weight_tensors
 from headrace.types.columns import FloatColumn
@@ -88,7 +89,7 @@ class NativeEngine:
         clock: Clock,
         decode: Decode | None = None,
     ) -> None:
-        refuse_long(max_context, model.config.max_position_embeddings)
+        refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock = model, config, clock
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
