@@ -23,7 +23,7 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.models.paged import base
 from headrace.models.paged.base import AttentionMaker, Geometry, PagedAttention
-from tests.models.kinds import KINDS
+from tests.models.kinds import KINDS, tiny
 
 Dir = Callable[[str], Path]
 Layer = tuple[torch.Tensor, torch.Tensor]
@@ -36,7 +36,7 @@ def make(directory: Path, *, dtype: str = "float32", deterministic: bool = False
 
 
 def told(directory: Path, **settings: Any) -> str:
-    """What the refusal says."""
+    """Return what the refusal says, which must say where and how much."""
     with pytest.raises(ModelError, match="does not compute what transformers computes") as refused:
         make(directory, **settings)
     found = re.search(
@@ -79,6 +79,18 @@ def test_attention_that_leaves_a_term_out_is_refused(
 ) -> None:
     with_rule(monkeypatch, **changes)
     told(model_dir(kind), kernels="off")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_window_longer_than_the_probe_is_looked_beyond(
+    off: int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny(tmp_path / "model", "mistral", sliding_window=200)
+    make(directory, dtype=dtype, kernels="off")
+    with_rule(monkeypatch, window=200 + off)
+    with pytest.raises(ModelError, match="sliding window of layer 1, of 200 tokens"):
+        make(directory, dtype=dtype, kernels="off")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

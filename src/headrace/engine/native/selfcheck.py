@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.errors import ModelError
-from headrace.models.attention import NAME, forward
+from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, forward
 from headrace.models.gap import largest_gap
 from headrace.models.mixtures import is_mixture
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
@@ -26,6 +26,10 @@ from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerSha
 _COUNTS = ((1, 5, 20), (1, 1, 13), (1, 1, 1), (1, 1, 1))
 """New tokens of three sequences in each pass: prompts, one of them in two pieces over two blocks; then decoding."""
 _KERNELS = "headrace.models.kernels"
+_BEYOND = 3
+"""Queries of the probe of a window, the last tokens of a sequence that is longer than it by a block and these."""
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest difference of an attention's output, relative to the largest number."""
 
 
 def refuse_unequal(
@@ -46,6 +50,7 @@ def refuse_unequal(
     dtype = str(model.dtype).removeprefix("torch.")
     largest, mean = largest_gap(dtype, rerouted=is_mixture(model.config)), gap_N.mean().item()
     if mean <= largest:
+        _refuse_window(model, shapes, maker)
         return
     row = int(torch.stack([gap_T.nan_to_num(torch.inf).max() for gap_T in gaps]).argmax())
     worst = gaps[row].nan_to_num(torch.inf)
@@ -56,6 +61,71 @@ def refuse_unequal(
         remedy="set engine.kernels = 'off' or another model.dtype; where that does not help, report the model's "
         "config.json: nothing that such an engine samples could be trained on",
     )
+
+
+class _Asked(PackedPlan):
+    """A plan that notes how each layer attends, and with how many heads."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([1], device)
+        self.rules: dict[int, tuple[Rule, int]] = {}
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        self.rules[rule.layer] = rule, query_NHD.shape[1]
+        return super().attend(query_NHD, key_NKD, value_NKD, rule)
+
+
+@torch.no_grad()
+def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
+    """Ask the attention alone about sequences that are longer than each sliding window: a pass of the model over so
+    many tokens would take long."""
+    asked = _Asked(model.device)
+    forward(model, torch.zeros(1, dtype=torch.long, device=model.device), asked)
+    windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in asked.rules.items()}
+    for (window, shape), (rule, heads) in windows.items():
+        if window is None:
+            continue
+        apart = _windowed(model, shape, maker, rule, heads)
+        if not apart <= _CLOSE[model.dtype]:
+            raise ModelError(
+                f"the attention of this {type(model).__name__} over blocks does not keep to the sliding window of "
+                f"layer {rule.layer}, of {window} tokens: beyond it, it is {apart:.2g} off (relative)",
+                remedy="set another model.dtype or engine.device, and report the model's config.json",
+            )
+
+
+def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, rule: Rule, heads: int) -> float:
+    """The relative difference between attention over blocks and over all keys, for the last tokens of a sequence."""
+    assert rule.window is not None
+    length = rule.window + BLOCK + _BEYOND
+    draw = torch.Generator().manual_seed(0)
+    key_TKE, value_TKE, query_QHE = (
+        torch.randn(count, many, size, generator=draw).to(model.device, model.dtype)
+        for count, many, size in (
+            (length, shape.heads, shape.key_size),
+            (length, shape.heads, shape.value_size),
+            (_BEYOND, heads, shape.key_size),
+        )
+    )
+    blocks = -(-length // BLOCK)
+    cache = PagedCache([shape], blocks, dtype=model.dtype, device=model.device)
+    for pool, tensor in zip(cache.layers[0], (key_TKE, value_TKE), strict=True):
+        padded = nn.functional.pad(tensor, (0, 0, 0, 0, 0, blocks * BLOCK - length))
+        pool.copy_(padded.unflatten(0, (blocks, BLOCK)).transpose(1, 2))
+    geometry = Geometry(
+        tables_RB=np.arange(blocks, dtype=np.int32)[None],
+        starts_R=np.array([length - _BEYOND]),
+        counts_R=np.array([_BEYOND]),
+        num_decode=0,
+    )
+    last = slice(length - _BEYOND, length)
+    found = maker(geometry, model.device).attend((query_QHE, key_TKE[last], value_TKE[last]), cache.layers[0], rule)
+    at_Q1 = torch.arange(length, device=model.device)[last, None]
+    to_T = torch.arange(length, device=model.device)
+    sees_QT = (to_T <= at_Q1) & (to_T > at_Q1 - rule.window)
+    batched = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
+    wanted = attend_masked(*batched, sees_QT, rule)[0].transpose(0, 1)
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
 def _apart(found_TV: Tensor, wanted_TV: Tensor) -> Tensor:
