@@ -23,8 +23,9 @@ from headrace.models.gap import largest_gap
 from headrace.models.mixtures import is_mixture
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
 
-_COUNTS = ((1, 5, 20), (1, 1, 13), (1, 1, 1), (1, 1, 1))
-"""New tokens of three sequences in each pass: prompts, one of them in two pieces over two blocks; then decoding."""
+_COUNTS = ((1, 20), (1, 13), (1, 1))
+"""New tokens of two sequences in each pass: a prompt in two pieces over several blocks beside a sequence that decodes,
+then both decode. Few passes: each reads all weights, which is what takes the time."""
 _KERNELS = "headrace.models.kernels"
 _BEYOND = 3
 """Queries of the probe of a window, the last tokens of a sequence that is longer than it by a block and these."""
