@@ -124,8 +124,8 @@ def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, 
     at_Q1 = torch.arange(length, device=model.device)[last, None]
     to_T = torch.arange(length, device=model.device)
     sees_QT = (to_T <= at_Q1) & (to_T > at_Q1 - rule.window)
-    batched = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
-    wanted = attend_masked(*batched, sees_QT, rule)[0].transpose(0, 1)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
+    wanted = attend_masked(query, key, value, sees_QT, rule)[0].transpose(0, 1)
     return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
