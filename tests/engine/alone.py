@@ -41,7 +41,7 @@ def probabilities(logits_V: Floats, sampling: Sampling, prompt: Sequence[int], a
         return np.eye(len(adjusted))[adjusted.argmax()]
     weights = np.exp((adjusted - adjusted.max()) / sampling.temperature)
     order = np.lexsort((np.arange(len(weights)), -weights))
-    kept = order[: sampling.top_k or len(order)]
+    kept = order[weights[order] >= weights[order[min(sampling.top_k or len(order), len(order)) - 1]]]
     mass = weights[kept].cumsum()
     before = np.concatenate([[0.0], mass[:-1]])
     kept = kept[(before < sampling.top_p * mass[-1]) | (sampling.top_p == 1)]

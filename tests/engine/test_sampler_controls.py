@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopKLogitsWarper
 
 from headrace.engine.native.checks import sampling_problem as problem
 from headrace.engine.native.controls import Controls
@@ -121,9 +122,46 @@ def test_support_of_a_large_vocabulary_with_ties_is_exact(vocab_size: int, limit
         assert set(support.ids_RK[row, support.sizes_R[row] :].tolist()) <= {vocab_size}
 
 
-def test_top_k_keeps_exactly_k_and_of_equals_the_lower_ids() -> None:
+def test_top_k_keeps_every_token_that_equals_the_kth() -> None:
     support = find_support(torch.zeros(1, 5000), limits_of(1, top_k=7))
-    assert support.ids_RK.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    assert support.ids_RK.tolist() == [list(range(5000))]
+
+
+@pytest.mark.parametrize("vocab_size", [60, 5000, 40_000])
+@pytest.mark.parametrize(
+    "warped", [{"top_k": 1}, {"top_k": 8}, {"top_k": 50}, {"top_k": 40, "min_p": 0.3}, {"min_p": 0.05}]
+)
+def test_survivors_of_rounded_logits_are_those_of_transformers(vocab_size: int, warped: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits_RV = (torch.randn(300, vocab_size, generator=generator) * 2).bfloat16().float()
+    support = find_support(logits_RV, limits_of(300, **warped))  # type: ignore[arg-type]
+    warpers = {"top_k": TopKLogitsWarper, "min_p": MinPLogitsWarper}
+    left_RV = logits_RV
+    for name, value in warped.items():
+        left_RV = warpers[name](value)(torch.zeros(300, 1), left_RV)  # type: ignore[arg-type]
+    tied = 0
+    for row in range(300):
+        expected = left_RV[row].isfinite().nonzero()[:, 0].tolist()
+        assert support.ids_RK[row, : support.sizes_R[row]].tolist() == expected
+        tied += len(expected) > warped.get("top_k", vocab_size)
+    assert tied or "top_k" not in warped or "min_p" in warped
+
+
+def test_top_p_measures_the_mass_of_all_that_top_k_leaves_and_keeps_the_lower_of_equals() -> None:
+    logits_V = torch.full((5000,), -9.0)
+    logits_V[[4, 40, 400, 900]] = 1.0  # the second to fifth most likely, all alike
+    logits_V[17] = 2.0
+    support = find_support(logits_V[None], limits_of(1, top_k=2, top_p=0.7))
+    # e / (e + 4) = 0.405, and each of the four 0.149: three are the smallest number that reach 0.7
+    assert support.ids_RK.tolist() == [[4, 17, 40]]
+
+
+def test_greedy_row_that_records_its_kept_set_has_one_token_among_equals() -> None:
+    controls = controls_of([Sampling(max_new_tokens=1, temperature=0.0, record_kept=True)])
+    logits_RV = torch.zeros(1, 5000)
+    logits_RV[0, [7, 70, 700]] = 3.0
+    drawn = controls.draw(logits_RV, np.array([1]))
+    assert told_by(drawn) == [(7, 0.0, [7])]
 
 
 def test_impossible_tokens_do_not_survive() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.config import validate
@@ -11,7 +13,8 @@ from headrace.errors import ConfigError
 from headrace.models.devices import Devices
 from headrace.policy import PolicyConfig
 from headrace.session import load_config
-from headrace.session.engine_fit import refuse_settled
+from headrace.session.engine_fit import explained_gap, refuse_settled
+from tests.session.runs import tiny_model
 
 WAITS = ("engine.kind=vllm", "launch.start_timeout_s=400")
 
@@ -74,3 +77,38 @@ def test_each_engine_of_a_fleet_has_its_own_server() -> None:
 def test_loop_of_ones_own_has_its_engine_in_its_process() -> None:
     with pytest.raises(ConfigError, match="a policy of a loop of its own"):
         validate(PolicyConfig, {"model": {"path": "m"}, "engine": {"kind": "vllm"}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest"),
+    [
+        ([], 1e-3),
+        (["model.dtype=bfloat16"], 0.1),
+        (["model.deterministic=true"], 0.0),
+        (["sync.codec=cast_bf16"], 0.1),
+        (["sync.codec=cast_fp8"], 0.25),
+        (["model.dtype=bfloat16", "engine.temperature=0.5"], 0.2),
+        ([*WAITS, 'engine.server.args=["--quantization", "fp8"]', "model.dtype=bfloat16"], 0.25),
+        ([*WAITS, "model.dtype=bfloat16"], 0.1),
+    ],
+)
+def test_gap_that_rounding_explains_follows_from_the_number_formats(
+    settings: list[str], largest: float, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    config = load_config({"model": {"path": str(model)}}, settings)
+    assert explained_gap(config) == largest
+
+
+def test_experts_that_each_side_chooses_anew_explain_more(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = tiny_model(tmp_path / "model", kind="qwen3_moe", extra=experts)
+    config = {"model": {"path": str(model), "dtype": "bfloat16"}}
+    assert explained_gap(load_config(config, [])) == 0.1
+    assert explained_gap(load_config(config, ["learner.keep_routing=false"])) == 0.25
+
+
+@pytest.mark.parametrize("codec", ["cast_bf16", "cast_fp8"])
+def test_codec_that_rounds_is_refused_where_bits_must_agree(codec: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.deterministic=true with sync.codec='{codec}'"):
+        load_config({"model": {"path": "m"}}, ["model.deterministic=true", f"sync.codec={codec}"])

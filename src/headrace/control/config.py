@@ -10,6 +10,7 @@ from pydantic import Field
 from headrace.config import Section
 from headrace.env import Curriculum
 from headrace.flow import FlowConfig
+from headrace.models.gap import ROUNDING
 
 
 class RunSection(Section):
@@ -31,6 +32,11 @@ class RunSection(Section):
     """Attempts at each held-out row."""
     eval_temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of evaluations; unset: that of training; 0: the most likely token."""
+    max_start_gap: float | None = Field(default=None, gt=0)
+    """Largest mean difference, in nats, between the log-probabilities of engine and learner at equal weights with which
+    the run starts; see docs/observing.md. Unset: what rounding to the number formats of the run file explains, and 0
+    with ``model.deterministic``. To be set where the engine rounds more than the run file says, such as a quantised
+    server that runs already."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
     """The run ends, saying who waits for whom, when nothing has moved for this long."""
 
@@ -49,5 +55,7 @@ class Settings:
     """Whether a teacher says what to prefer: a run goes on then however equal the rewards are."""
     env_column: str = "env"
     """The column of a row that names its environment, for metrics."""
+    largest_gap: float = ROUNDING["bfloat16"]
+    """Largest mean |log μ − log π| between engine and learner at equal weights that rounding explains."""
     fingerprint: str = ""
     """Names the configuration, in every snapshot."""

@@ -30,14 +30,13 @@ from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncL
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.observer import Observers
 from headrace.control.parts import Parts
-from headrace.control.probe import measure_mismatch
+from headrace.control.probe import measure_mismatch, refuse_unexplained
 from headrace.control.recording import live_state
 from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
 from headrace.control.state import MAX_WARNINGS, RunState
 from headrace.control.summary import Summary
 from headrace.control.summing import summarize
-from headrace.errors import RunError
 from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
@@ -47,10 +46,6 @@ T = TypeVar("T")
 
 RECOVERY = "recovery"
 """The kind of the ledger's notes on parts that died and were started again."""
-MAX_MISMATCH = 0.05
-"""Mean |log μ − log π| above which the probe warns: bfloat16 stays well below it."""
-OTHER_MODEL = 0.75
-"""The same above which the run ends: no rounding comes to that."""
 
 
 class Controller:
@@ -83,6 +78,7 @@ class Controller:
         self._writer = writer
         finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * flow.groups_per_step * flow.group_size)
         self._fingerprint = settings.fingerprint
+        self._largest_gap = settings.largest_gap
         self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
@@ -191,17 +187,15 @@ class Controller:
             mismatch = await measure_mismatch(state.parts, state.board, version=version, run_seed=state.run.seed)
         if mismatch is None:
             return
-        state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.kl, mismatch.mean_abs
-        said = f"engine and learner at equal weights: mean |Δ logprob| {mismatch.mean_abs:.2g}, KL {mismatch.kl:.2g}"
-        state.event(f"{said}, over {mismatch.num_tokens} tokens")
-        if mismatch.mean_abs > OTHER_MODEL:
-            raise RunError(
-                f"{said}: they are not the same model",
-                remedy="give the engine the directory of model.path; a server that runs already, "
-                "engine.server.urls, may have been started with another one, or with other settings of it",
+        state.tally.mismatch_kl, state.tally.mismatch_abs = mismatch.gap.kl, mismatch.gap.mean_abs
+        state.event(mismatch.text)
+        allowed, explained = state.run.max_start_gap, self._largest_gap
+        refuse_unexplained(mismatch, explained if allowed is None else allowed)
+        if not mismatch.gap.within(explained):
+            state.warn(
+                f"{mismatch.text}: rounding explains {explained:.2g}, and run.max_start_gap={allowed} lets it pass; "
+                "every ratio of the loss is off by that much"
             )
-        if mismatch.mean_abs > MAX_MISMATCH:
-            state.warn(f"{said}: they do not compute the same; every ratio of the loss is off by that much")
 
     async def _evaluate(self, phase: str) -> float | None:
         """The mean held-out reward; ``None`` without such tasks, or where the run was asked to stop meanwhile."""

@@ -11,11 +11,14 @@ import numpy as np
 from headrace.control.board import LEARNER_MAY_TAKE_S, Board
 from headrace.control.parts import Parts
 from headrace.env import SingleTurn
+from headrace.errors import RunError
+from headrace.models.gap import Gap
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import Agents
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey
 from headrace.types.scored import paths
+from headrace.types.tokens import FloatColumn
 
 NUM_PROBES = 8
 MAX_PROBE_TOKENS = 64
@@ -25,22 +28,45 @@ MAX_PROBE_TOKENS = 64
 class Mismatch:
     """The gap between engine and learner at equal weights, over sampled tokens."""
 
-    kl: float
-    """KL(μ‖π), estimator k3: mean of e^x − 1 − x with x = log π − log μ (Schulman, "Approximating KL divergence")."""
-    mean_abs: float
-    """Mean |log μ − log π|."""
-    num_tokens: int
+    gap: Gap
+    worst: str
+    """Which token the largest difference is at."""
+
+    @property
+    def text(self) -> str:
+        """The numbers, in a sentence without its end."""
+        gap = self.gap
+        return (
+            f"engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
+            f"{gap.num_tokens} tokens"
+        )
+
+
+def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
+    """Raise :class:`~headrace.errors.RunError` for a gap that is not within what rounding explains."""
+    if mismatch.gap.within(largest):
+        return
+    raise RunError(
+        f"{mismatch.text}, and rounding explains {largest:.2g}; the largest is {mismatch.gap.worst:.2g} at "
+        f"{mismatch.worst}: they do not compute the same model",
+        remedy="give the engine the directory of model.path, in model.dtype; a server that runs already, "
+        "engine.server.urls, may have been started with another model, or with other settings of it. Where the engine "
+        "rounds more than the run file says, set run.max_start_gap to what that explains",
+    )
 
 
 async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed: int) -> Mismatch | None:
     """Sample a few short answers, of each adapter in turn; the learner computes their logprobs. ``None`` if no task
     fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
+    sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
+    if sampling.truncated and not sampling.record_kept:  # the learner takes the whole vocabulary, so the engine has to
+        sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
     runner = EpisodeRunner(
         engine=parts.engine,
         env=SingleTurn() if prompts else parts.env,
-        sampling=msgspec.structs.replace(parts.sampling, max_new_tokens=length),
+        sampling=sampling,
         run_seed=run_seed + 2,  # other draws than training's and evaluation's
         on_tokens=lambda _: board.progress(),
         chat=parts.chat,
@@ -60,9 +86,16 @@ async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed
     batch = Batch.collate(version, samples, agents)
     with board.asking("learner", "logprobs to compare", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
         logprobs_N = await parts.learner.logprobs(batch)
-    log_pi = logprobs_N[batch.mask_N].astype(np.float64)
-    log_mu = batch.logprobs_N[batch.mask_N].astype(np.float64)
-    x = np.clip(log_pi - log_mu, -20, 20)
-    return Mismatch(
-        kl=float(np.mean(np.expm1(x) - x)), mean_abs=float(np.mean(np.abs(x))), num_tokens=int(batch.mask_N.sum())
-    )
+    return _compared(batch, logprobs_N)
+
+
+def _compared(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
+    """``None`` where the engine gave no number for any token: such tokens are left out of every loss, and counted."""
+    (places,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
+    if not len(places):
+        return None
+    gap = Gap.between(batch.logprobs_N[places], logprobs_N[places])
+    ends_S = np.cumsum(batch.lengths_S)
+    sample = int(np.searchsorted(ends_S, places[gap.at], side="right"))
+    position = int(places[gap.at] - ends_S[sample] + batch.lengths_S[sample])
+    return Mismatch(gap=gap, worst=f"token {position} of the {batch.lengths_S[sample]} of sequence {sample}")

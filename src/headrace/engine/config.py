@@ -42,7 +42,8 @@ class EngineConfig(Section):
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     """Sampling temperature while training; the learner uses the same."""
     top_k: int = Field(default=0, ge=0)
-    """Only this many of the most likely tokens can be drawn; 0 for all."""
+    """Only this many of the most likely tokens, and those exactly as likely as the last of them, can be drawn; 0 for
+    all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Only the most likely tokens whose probabilities together reach this can be drawn; 1 for all."""
     min_p: float = Field(default=0.0, ge=0, le=1)

@@ -27,7 +27,7 @@ from headrace.errors import ModelError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
 from headrace.learner.head import Likeliest
-from headrace.learner.intake import Mask, refuse_unfit
+from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, TopEntries, halves
 from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, singly
 from headrace.learner.parallel.halves import ShardedLogprobs
@@ -37,6 +37,7 @@ from headrace.learner.prefixes import siblings
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
+from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, Seen, find_routing
 from headrace.types.batch import Batch
 from headrace.types.tokens import FloatColumn
@@ -93,6 +94,7 @@ class Forward:
             cost=cost_of(model, self._routed),
         )
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
+        self._limit = context_limit(model.config)
 
         invariant = is_deterministic(model)
         self._plan = InvariantPlan if invariant else PackedPlan
@@ -117,6 +119,7 @@ class Forward:
     def refuse(self, batch: Batch) -> None:
         """Raise :class:`~headrace.errors.RunError` for a batch that this model cannot compute."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
+        refuse_rescaled(batch, self._limit)
 
     def by_agent(self, batch: Batch, mask_N: Mask) -> list[tuple[str, Mask]]:
         """Whose adapters compute the tokens of the mask, each with its own of them: :attr:`switch` is to be on it while

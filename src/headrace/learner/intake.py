@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.algo.base import BatchLayout
 from headrace.errors import RunError
+from headrace.models.rope import ContextLimit
 from headrace.models.routing import RoutedModel
 from headrace.types.batch import Batch
 
@@ -38,6 +39,20 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
             f"sample {longest} of the batch has {batch.lengths_S[longest]} tokens, "
             f"but one micro-batch holds learner.tokens_per_microbatch={budget}; nothing was changed",
             remedy=f"set learner.tokens_per_microbatch >= {batch.lengths_S[longest]}, or sample fewer new tokens",
+        )
+
+
+def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
+    """Raise :class:`~headrace.errors.RunError` for a batch with a sample whose positions the model would scale by the
+    length of its longest neighbour."""
+    if limit is None or not limit.reason or not len(batch.lengths_S):
+        return
+    longest = int(np.argmax(batch.lengths_S))
+    if batch.lengths_S[longest] > limit.length:
+        raise RunError(
+            f"sample {longest} of the batch has {batch.lengths_S[longest]} tokens, and the model's context is "
+            f"{limit.length}: {limit.reason}; nothing was changed",
+            remedy=f"sample at most {limit.length} tokens of prompt and answer: engine.max_context <= {limit.length}",
         )
 
 

@@ -17,19 +17,22 @@ from transformers import PreTrainedModel
 from headrace.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
 from headrace.models.config import SUPPORTED
+from headrace.models.rope import context_limit
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest relative difference of the median token; the tokens beyond it may choose other experts in low precision."""
 
-FIRST, SECOND = 3, 6
-"""Lengths of the two sequences that are packed together."""
+FIRST, SECOND, FAR = 3, 6, 1
+"""Lengths of the sequences that are packed together. The last one stands at the end of the longest context: what a
+model does otherwise in long sequences, such as scaling its position embeddings, must not reach its neighbours."""
 
 
 class _Watched:
-    """A plan that notes what each layer asks for."""
+    """A plan that notes what each layer asks for, with the last sequence at position ``far``."""
 
-    def __init__(self, plan: PackedPlan) -> None:
+    def __init__(self, plan: PackedPlan, far: int) -> None:
         self.positions_N = plan.positions_N
+        self.positions_N[FIRST + SECOND :] = far
         self.rules: list[Rule] = []
         self._plan = plan
 
@@ -40,10 +43,12 @@ class _Watched:
 
 @torch.no_grad()  # inference mode would leave gathered parameters that cannot be trained
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.errors.ModelError` unless a sequence packed behind another gives the logits that it gives
-    alone under the architecture's own attention."""
-    ids_N = torch.arange(FIRST + SECOND, device=model.device) % model.config.vocab_size
-    plan = _Watched(PackedPlan([FIRST, SECOND], model.device))
+    """Raise :class:`~headrace.errors.ModelError` unless a sequence gives the logits that it gives alone under the
+    architecture's own attention: packed behind another, and before one that reaches the end of the longest context."""
+    ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
+    limit = context_limit(model.config)
+    far = 0 if limit is None else limit.length - 1
+    plan = _Watched(PackedPlan([FIRST, SECOND, FAR], model.device), far)
     keep = torch.arange(FIRST, FIRST + SECOND, device=model.device)
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
@@ -52,12 +57,15 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
         raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
     _refuse_strange_layers(model, path, plan.rules)
     model.set_attn_implementation("eager")
-    alone_NV = model(input_ids=ids_N[None, FIRST:], use_cache=False).logits[0].float()
+    alone_NV = model(input_ids=ids_N[None, FIRST : FIRST + SECOND], use_cache=False).logits[0].float()
     model.set_attn_implementation(NAME)
     difference = ((packed_NV - alone_NV).abs().amax(-1).median() / alone_NV.abs().max()).item()
     if difference > TOLERANCE[model.dtype]:  # a model whose weights are not finite may pass: its logits say so later
         raise _refusal(
-            model, path, f"packed behind another, a sequence gives logits that differ by {difference:.2g} (relative)"
+            model,
+            path,
+            f"packed behind another, beside one that reaches position {far}, a sequence gives logits that differ by "
+            f"{difference:.2g} (relative)",
         )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffers import zeros
 from headrace.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
+from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit, context_limit, unknown_rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -151,13 +152,22 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
 
 
 def context_length(path: str) -> int:
-    """The longest context the model of directory ``path`` was made for, in tokens (``max_position_embeddings``)."""
-    length = getattr(read_config(path), "max_position_embeddings", None)
-    if not isinstance(length, int):
+    """Return the longest context that the model of directory ``path`` can be used with, in tokens."""
+    return limit_of(path).length
+
+
+def limit_of(path: str) -> ContextLimit:
+    """Return the longest context that the model of directory ``path`` can be used with, and what limits it.
+
+    It is ``max_position_embeddings``, or shorter where rotary embeddings depend on the length of a sequence beyond it
+    (:mod:`headrace.models.rope`). Raises :class:`~headrace.errors.ModelError`.
+    """
+    limit = context_limit(read_config(path))
+    if limit is None:
         raise ModelError(
             f"model.path={path!r}: config.json does not say max_position_embeddings", remedy="add it to config.json"
         )
-    return length
+    return limit
 
 
 def read_config(path: str) -> PreTrainedConfig:
@@ -241,6 +251,12 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
             f"model.path={path!r} is a {kind}: its weights are quantised ({method})",
             remedy="give the directory of the unquantised model; to save memory in training, set model.dtype = "
             "'bfloat16' and train an adapter: [model.lora]",
+        )
+    if strange_rope := unknown_rope(config):
+        raise ModelError(
+            f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "
+            "depend on the length of a sequence, or of its neighbours",
+            remedy=f"use a model whose rope_type is one of {', '.join(sorted(BY_POSITION | BY_LENGTH.keys()))}",
         )
     for reason, applies in reasons.items():
         if applies:

@@ -24,9 +24,7 @@ def routes(config: PreTrainedConfig) -> bool:
     """
     if config.model_type in NAMES:
         return True
-    counts = {name: getattr(config, name, None) for name in _EXPERTS}
-    experts = {name: count for name, count in counts.items() if isinstance(count, int) and count > 1}
-    if experts:
+    if experts := _experts(config):
         name, count = next(iter(experts.items()))
         raise ModelError(
             f"a {config.model_type} is a mixture of experts ({name}={count}) whose routing can be neither recorded nor "
@@ -34,3 +32,13 @@ def routes(config: PreTrainedConfig) -> bool:
             remedy=f"use a model of type {', '.join(NAMES)}, or set learner.keep_routing = false",
         )
     return False
+
+
+def is_mixture(config: PreTrainedConfig) -> bool:
+    """Return whether a model of this configuration has experts, of whatever family."""
+    return config.model_type in NAMES or bool(_experts(config))
+
+
+def _experts(config: PreTrainedConfig) -> dict[str, int]:
+    counts = {name: getattr(config, name, None) for name in _EXPERTS}
+    return {name: count for name, count in counts.items() if isinstance(count, int) and count > 1}

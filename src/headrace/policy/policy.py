@@ -27,9 +27,11 @@ from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
 from headrace.models.load import read_config
-from headrace.models.mixtures import routes
+from headrace.models.mixtures import is_mixture, routes
+from headrace.models.paged.base import BLOCK
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
+from headrace.policy.comparing import ProbeTerms, probe_batch, probe_tokens, refuse_apart
 from headrace.policy.config import PolicyConfig, Settings, resolve
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
@@ -40,6 +42,7 @@ from headrace.types.batch import Batch
 from headrace.types.messages.engine import Fork, StaleFork
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import FloatColumn, Tokens
+from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport
 
 
@@ -88,12 +91,13 @@ class Policy:
             ),
         )
         self._entropy_gradient = "entropy" in self._objective.columns
+        self._max_context = config.engine.max_context or context_length(path)
         twin = load_model(config.model, where)
         self._slots = Slots(weight_tensors(model), weight_tensors(twin))
         self._core = NativeEngine(
             twin,
             config.engine,
-            max_context=config.engine.max_context or context_length(path),
+            max_context=self._max_context,
             receiver=self._slots,
             clock=self._clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
@@ -113,6 +117,8 @@ class Policy:
         self._publishing = asyncio.Lock()
         self._busy = threading.Lock()
         self._busy_with = ""
+        self._comparing = threading.Lock()
+        """Held by each call of the learner, and by the comparison of :meth:`start`, which waits for such a call."""
         self._weights = threading.Lock()
 
     @classmethod
@@ -162,7 +168,11 @@ class Policy:
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open it, once: start the engine in this event loop and publish the learner's weights to it."""
+        """Open it, once: start the engine in this event loop, publish the learner's weights to it, and compare the two.
+
+        Raises :class:`~headrace.errors.RunError` where their log-probabilities of a few tokens are further apart than
+        rounding explains; with ``model.deterministic``, where they are apart at all.
+        """
         if self._loop is not None:
             raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
         self._loop = asyncio.get_running_loop()
@@ -170,6 +180,7 @@ class Policy:
         self._engine = await LocalEngine(self._core, clock=self._clock, terms=terms).__aenter__()
         try:
             await self.publish()
+            await self._compare()
         except BaseException:
             await self.close()
             raise
@@ -353,6 +364,27 @@ class Policy:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    async def _compare(self) -> None:
+        """Refuse an engine that does not compute the learner's model: what it samples could not be trained on."""
+        config, room = self.config, self._core.stats().cache_blocks * BLOCK
+        longest = min(self._max_context, room, config.learner.tokens_per_microbatch)
+        sequences = probe_tokens(self._vocab_size, longest)
+        batch = probe_batch(self.version, sequences)
+        version, scored, log_pi_N = NOT_SAMPLED, list[FloatColumn](), np.zeros(0, np.float32)
+        while version != self.engine_version:  # a thread that trains may have made a step since the publication
+            if version != NOT_SAMPLED:
+                await self.publish()
+            scored = await self.score(sequences)
+            version, log_pi_N = await asyncio.to_thread(self._learned, batch)
+        rerouted = is_mixture(self._learner.model.config)
+        terms = ProbeTerms(model=config.model, temperature=config.engine.temperature, rerouted=rerouted)
+        refuse_apart(batch, np.concatenate(scored), log_pi_N, terms)
+
+    def _learned(self, batch: Batch) -> tuple[int, FloatColumn]:
+        """Return the learner's version and its log π of the batch, when the call that it is in has ended."""
+        with self._comparing:
+            return self.version, self._learner.logprobs(batch)
+
     def _terms(self) -> Terms:
         return Terms(step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size)
 
@@ -392,6 +424,7 @@ class Policy:
             )
         try:
             self._busy_with = what
-            yield
+            with self._comparing:
+                yield
         finally:
             self._busy.release()

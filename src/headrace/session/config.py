@@ -94,6 +94,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_has_the_same_weights(self) -> Self:
+        if self.model.deterministic and self.sync.codec.startswith("cast"):
+            raise ConfigError(
+                f"model.deterministic=true with sync.codec={self.sync.codec!r}: weights that are rounded on their way "
+                "give other log-probabilities than the learner's",
+                remedy="set sync.codec = 'full' or 'delta', or leave model.deterministic out",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _agents_are_there(self) -> Self:
         refuse_strange_agents(self.model, self.env)
         return self

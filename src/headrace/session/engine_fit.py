@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING
 from headrace.engine.capabilities import Capabilities, capabilities
 from headrace.errors import ConfigError
 from headrace.models.devices import Devices
+from headrace.models.gap import largest_gap
+from headrace.models.load import read_config
+from headrace.models.mixtures import is_mixture
 from headrace.types.weights import Interrupt
 
 if TYPE_CHECKING:
     from headrace.session.config import RunConfig
 
 NATIVE = "set engine.kind = 'native'"
+_CODEC_FORMATS = {"cast_bf16": ("bfloat16",), "cast_fp8": ("float8",)}
+"""What the codecs that lose something round weights to."""
+_QUANTISING = ("quantization", "kv-cache-dtype", "kv_cache_dtype")
+"""Words in ``engine.server.args`` by which a server computes in 8 bits or fewer."""
 
 
 def refuse_incapable(config: RunConfig) -> None:
@@ -90,3 +97,16 @@ def _refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
         f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {why}",
         remedy=f"set sync.interrupt to one of {ways}, or {NATIVE}",
     )
+
+
+def explained_gap(config: RunConfig) -> float:
+    """Return the largest mean |log μ − log π| between engine and learner at equal weights that the number formats of
+    the run explain; 0 where both compute the same bits."""
+    model, engine = config.model, config.engine
+    if model.deterministic:
+        return 0.0
+    formats = [model.dtype, *_CODEC_FORMATS.get(config.sync.codec, ())]
+    if any(word in arg for arg in engine.server.args for word in _QUANTISING):
+        formats.append("float8")
+    rerouted = is_mixture(read_config(model.path)) and not config.learner.keep_routing
+    return largest_gap(*formats, rerouted=rerouted, temperature=engine.temperature)

@@ -26,7 +26,7 @@ from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.models import ModelConfig, context_length, load_tokenizer
 from headrace.models.devices import CPU, Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
-from headrace.models.load import read_config
+from headrace.models.load import limit_of, read_config
 from headrace.models.mixtures import routes
 from headrace.rollout import Chat
 from headrace.scoring.reward import reward_reference, split_reference
@@ -309,11 +309,12 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
 
 def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task]) -> int:
     """How long prompt and completion together may be; refuses what no task could fit."""
-    possible = context_length(config.model.path)
+    limit = limit_of(config.model.path)
+    possible, why = limit.length, f": {limit.reason}" if limit.reason else ""
     asked = config.engine.max_context
     if asked is not None and asked > possible:
         raise ConfigError(
-            f"engine.max_context={asked} is more than the model's context of {possible}",
+            f"engine.max_context={asked} is more than the model's context of {possible}{why}",
             remedy=f"set engine.max_context <= {possible}",
         )
     new = config.engine.max_new_tokens
@@ -324,7 +325,7 @@ def _context(config: RunConfig, tasks: Sequence[Task], eval_tasks: Sequence[Task
     if shortest + new > context:
         raise ConfigError(
             f"no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={new} more than the "
-            f"context of {context}",
+            f"context of {context}{why if context == possible else ''}",
             remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
         )
     _refuse_short_critic(config, context)

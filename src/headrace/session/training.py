@@ -39,6 +39,7 @@ from headrace.session.directory import (
     read_summary,
     write_json,
 )
+from headrace.session.engine_fit import explained_gap
 from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.repeating import Comparison, Recording, opened
@@ -163,6 +164,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
                 curriculum=curriculum(config, len(prepared.tasks)),
                 taught=bool(config.learner.teachers),
                 env_column=config.observe.env_column,
+                largest_gap=explained_gap(config),
                 fingerprint=prepared.fingerprint(),
             )
             if recording is not None:

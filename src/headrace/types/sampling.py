@@ -17,7 +17,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the most likely token (its recorded logprob is then 0: it was certain)."""
     top_k: int = 0
-    """Only this many of the most likely tokens can be drawn; 0 for all."""
+    """Only this many of the most likely tokens, and those exactly as likely as the last of them, can be drawn; 0 for
+    all."""
     top_p: float = 1.0
     """Only the most likely tokens whose probabilities together reach this can be drawn; 1 for all."""
     min_p: float = 0.0

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headrace.engine.config import LEAST_TEMPERATURE
 from headrace.errors import ConfigError
+from headrace.models.rope import ContextLimit
 from headrace.types.columns import IntColumn
 from headrace.types.messages.engine import GenerateRequest, Score
 from headrace.types.recorded import KeptSets
@@ -56,12 +57,17 @@ def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_siz
     return Checked(ids_T=array.astype(np.int32))
 
 
-def refuse_long(max_context: int, longest: int) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` for a context beyond the ``longest`` that the model was made for."""
-    if max_context > longest:
+def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` for a context beyond the longest that the model can be used with."""
+    if limit is None:
         raise ConfigError(
-            f"engine.max_context={max_context} is longer than the model's context of {longest} tokens",
-            remedy=f"set engine.max_context <= {longest}, or shorten engine.max_new_tokens or the prompts",
+            "the model's config.json does not say max_position_embeddings, the longest context", remedy="add it there"
+        )
+    if max_context > limit.length:
+        why = f": {limit.reason}" if limit.reason else ""
+        raise ConfigError(
+            f"engine.max_context={max_context} is longer than the model's context of {limit.length} tokens{why}",
+            remedy=f"set engine.max_context <= {limit.length}, or shorten engine.max_new_tokens or the prompts",
         )
 
 

@@ -69,7 +69,8 @@ class Controls:
         # a greedy row whose kept-set is asked for is one with a single survivor
         self._temperatures_R[row] = 1.0 if certain else sampling.temperature
         self._top_k_R[row] = 1 if certain else sampling.top_k
-        self._top_p_R[row] = 1.0 if greedy else sampling.top_p
+        # top_k keeps every token that equals the first; a top_p of 0 leaves one of them, of the lowest id
+        self._top_p_R[row] = float(not certain) if greedy else sampling.top_p
         self._min_p_R[row] = 0.0 if greedy else sampling.min_p
         self._truncated_R[row] = certain or (sampling.truncated and not greedy)
         self._recorded_R[row] = sampling.record_kept and self._truncated_R[row]

@@ -38,6 +38,7 @@ from headrace.engine.native.routes import Routes
 from headrace.engine.native.rows import Flags, Follower, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import Scorer
+from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
@@ -48,6 +49,7 @@ from headrace.models.kernels.fuse import fuse
 from headrace.models.lora import Switch
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
+from headrace.models.rope import context_limit
 from headrace.models.shapes import cache_shapes
 from headrace.models.weights import weight_tensors
 from headrace.types.columns import FloatColumn
@@ -88,7 +90,7 @@ class NativeEngine:
         clock: Clock,
         decode: Decode | None = None,
     ) -> None:
-        refuse_long(max_context, model.config.max_position_embeddings)
+        refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock = model, config, clock
         self._device = model.device
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
@@ -96,6 +98,7 @@ class NativeEngine:
         kernels, shapes = _kernels(model, config), cache_shapes(model)
         self._weights = Packing(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
+        refuse_unequal(model, shapes, self._maker, max_context)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64))
         self._controls = Controls(config.max_sequences, self._device, exact)

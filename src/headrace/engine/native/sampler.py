@@ -198,10 +198,12 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
 def find_support(scaled_RV: Tensor, limits: Limits) -> Support:
     """The tokens that survive truncation of softmax(``scaled_RV``).
 
-    In the order of falling probability, equals by rising id, the survivors are the first n. ``top_k``: n ≤ top_k.
-    ``top_p``: n is the smallest number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left. ``min_p``:
-    each is at least ``min_p`` times as likely as the first. One always survives; none has probability 0. This is the
-    order top_k, top_p, min_p of transformers.
+    In the order of falling probability, equals by rising id, the survivors are the first n. ``top_k``: the tokens that
+    are at least as likely as the k-th; all that equal it stay, so n may exceed top_k. ``top_p``: n is the smallest
+    number whose tokens hold at least ``top_p`` of the mass that ``top_k`` left; of equals the lower ids stay.
+    ``min_p``: each is at least ``min_p`` times as likely as the first. One always survives; none has probability 0.
+    This is the order top_k, top_p, min_p of transformers, and its ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
+    ``MinPLogitsWarper``, whose top_p leaves it to an unstable sort which of equals stay.
 
     >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     >>> limits = Limits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
@@ -250,8 +252,11 @@ def _among_likeliest(shifted_AV: Tensor, width: int, limits: Limits, total_A: Te
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
     by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
-    sizes_A, last_A = _survivors(by_value.values, limits, total_A)
-    settled_A = ((limits.top_k_R <= width) | (limits.top_p_R >= 1)) & (by_value.values[:, -1] < last_A)
+    sizes_A, last_A, kth_A = _survivors(by_value.values, limits, total_A)
+    least_A = by_value.values[:, -1]
+    # top_p measures the mass that top_k leaves: all tokens that equal the k-th must be among these
+    measured_A = (limits.top_p_R >= 1) | (limits.top_k_R == 0) | (least_A < kth_A)
+    settled_A = measured_A & (least_A < last_A)
     beyond_AW = torch.arange(width, device=sizes_A.device) >= sizes_A[:, None]
     ids_AW = by_id.values.gather(1, by_value.indices).masked_fill_(beyond_AW, shifted_AV.shape[1])
     return settled_A, ids_AW.sort(dim=-1).values
@@ -264,7 +269,7 @@ def _among_all(shifted_AV: Tensor, limits: Limits, total_A: Tensor) -> Tensor:
         falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
     else:
         falling_AV = shifted_AV.sort(dim=-1, descending=True).values
-    sizes_A, last_A = _survivors(falling_AV, limits, total_A)
+    sizes_A, last_A, _ = _survivors(falling_AV, limits, total_A)
     above_AV = shifted_AV > last_A[:, None]
     level_AV = shifted_AV == last_A[:, None]
     wanted_A = sizes_A - above_AV.sum(dim=-1)
@@ -277,19 +282,21 @@ def _among_all(shifted_AV: Tensor, limits: Limits, total_A: Tensor) -> Tensor:
     return ids_AK
 
 
-def _survivors(values_AW: Tensor, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the W most likely tokens survive, and the value of the last of them."""
+def _survivors(values_AW: Tensor, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many of the W most likely tokens survive, the value of the last of them, and the value of the k-th."""
     width = values_AW.shape[1]
     weights_AW = values_AW.exp().double()
     mass_AW = weights_AW.cumsum(dim=-1)
     limited_A = limits.top_k_R > 0
-    sizes_A = torch.where(limited_A, limits.top_k_R, width).clamp_(max=width)
+    place_A = torch.where(limited_A, limits.top_k_R, width).clamp_(max=width) - 1
+    kth_A = values_AW.gather(1, place_A[:, None])[:, 0]
+    sizes_A = (values_AW >= kth_A[:, None]).sum(dim=-1)
     base_A = torch.where(limited_A, mass_AW.gather(1, sizes_A[:, None] - 1)[:, 0], total_A)
     nucleus_A = (mass_AW < (limits.top_p_R * base_A)[:, None]).sum(dim=-1) + 1
     sizes_A = torch.where(limits.top_p_R < 1, torch.minimum(sizes_A, nucleus_A), sizes_A)
     likely_A = ((weights_AW >= limits.min_p_R[:, None]) & (weights_AW > 0)).sum(dim=-1)
     sizes_A = torch.minimum(sizes_A, likely_A)
-    return sizes_A, values_AW.gather(1, sizes_A[:, None] - 1)[:, 0]
+    return sizes_A, values_AW.gather(1, sizes_A[:, None] - 1)[:, 0], kth_A
 
 
 def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

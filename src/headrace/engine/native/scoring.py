@@ -20,6 +20,7 @@ from headrace.engine.native.sampler import LogSoftmax
 from headrace.errors import ModelError, RequestError
 from headrace.models.attention import forward
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
+from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
 from headrace.types.messages.engine import Score
 from headrace.types.recorded import KeptSets, Routing
@@ -104,12 +105,13 @@ class Scorer:
         return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
     def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
-        ids_T, longest = request.ids_T, self._model.config.max_position_embeddings
+        ids_T, limit = request.ids_T, context_limit(self._model.config)
         problem = score_problem(request, vocab_size)
         if problem:
             pass
-        elif len(ids_T) > longest:
-            problem = f"{len(ids_T)} tokens, but the model's context is {longest}"
+        elif limit is not None and len(ids_T) > limit.length:
+            why = f": {limit.reason}" if limit.reason else ""
+            problem = f"{len(ids_T)} tokens, but the model's context is {limit.length}{why}"
         elif blocks_for(len(ids_T) - 1) > self._cache.num_blocks:
             problem = f"{len(ids_T)} tokens, but the cache has room for {self._cache.num_blocks * BLOCK}"
         elif request.routing is not None:

@@ -24,7 +24,7 @@ from headrace.engine.vllm import command as vllm_command
 from headrace.engine.vllm.dialect import VllmDialect, ask_workers
 from headrace.environ import secret
 from headrace.errors import ConfigError
-from headrace.models.load import read_config
+from headrace.models.load import limit_of, read_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,13 @@ def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wa
             f"{dialect.name} at {address} serves {met.model!r} with a context of {met.max_context} tokens, and "
             f"{wanted.max_context} are needed",
             remedy="start it with a longer context, or lower engine.max_context or engine.max_new_tokens",
+        )
+    limit = limit_of(wanted.path)
+    if limit.reason and met.max_context > limit.length:
+        raise ConfigError(
+            f"{dialect.name} at {address} serves {met.model!r} with a context of {met.max_context} tokens: "
+            f"{limit.reason}, and a server chooses once, by its context",
+            remedy=f"start it with a context of at most {limit.length} tokens",
         )
     if Path(met.model).name != Path(wanted.path).name:
         raise ConfigError(

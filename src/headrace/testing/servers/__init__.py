@@ -26,6 +26,7 @@ from headrace.engine.native import NativeEngine
 from headrace.engine.served.launching import Wanted
 from headrace.errors import RequestError
 from headrace.models import ModelConfig, load_model
+from headrace.models.rope import context_limit
 from headrace.testing.servers import sglang, vllm
 from headrace.testing.servers.base import FakeServer, Files, Handler
 
@@ -70,7 +71,9 @@ async def _engine(wanted: Wanted) -> AsyncIterator[FakeServer]:
     model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     files = Files(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
-    context = model.config.max_position_embeddings
+    limit = context_limit(model.config)
+    assert limit is not None
+    context = limit.length
     core = NativeEngine(model, config, max_context=context, receiver=files, clock=RealClock(), decode=None)
     core.commit(0)
     core.take_swaps()

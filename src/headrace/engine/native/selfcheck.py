@@ -1,0 +1,190 @@
+"""The comparison of a new engine with transformers: the same model, each sequence alone, no part of the engine.
+
+What an engine adds to a model may be wrong for one model and right for another: attention over blocks, compiled
+modules, packed weights. So each engine shows on a few tokens, before its first request, that it gives the distributions
+that the model gives under its own attention and modules: prompts in pieces, and sequences that decode beside them.
+
+Shape legend: N tokens of a pass, T tokens of a sequence, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headrace.errors import ModelError
+from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, forward
+from headrace.models.gap import largest_gap
+from headrace.models.mixtures import is_mixture
+from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache, PagedPlan
+
+_COUNTS = ((1, 20), (1, 13), (1, 1))
+"""New tokens of two sequences in each pass: a prompt in two pieces over several blocks beside a sequence that decodes,
+then both decode. Few passes: each reads all weights, which is what takes the time."""
+_KERNELS = "headrace.models.kernels"
+_BEYOND = 3
+"""Queries of the probe of a window, the last tokens of a sequence that is longer than it by a block and these."""
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Largest difference of an attention's output, relative to the largest number."""
+
+
+def refuse_unequal(
+    model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, max_context: int
+) -> None:
+    """Raise :class:`~headrace.errors.ModelError` unless passes over a paged cache give what transformers gives."""
+    counts = np.array(_COUNTS, np.int64)
+    lengths_R = np.minimum(counts.sum(0), max_context)
+    sequences = [
+        (torch.arange(length, device=model.device) * 7 + row * 3 + 1) % model.config.vocab_size
+        for row, length in enumerate(lengths_R.tolist())
+    ]
+    with torch.no_grad():
+        found = _paged(model, sequences, shapes, maker)
+        wanted = _alone(model, sequences)
+    gaps = [_apart(*pair) for pair in zip(found, wanted, strict=True)]
+    gap_N = torch.cat(gaps)
+    dtype = str(model.dtype).removeprefix("torch.")
+    largest, mean = largest_gap(dtype, rerouted=is_mixture(model.config)), gap_N.mean().item()
+    if mean <= largest:
+        _refuse_window(model, shapes, maker)
+        return
+    row = int(torch.stack([gap_T.nan_to_num(torch.inf).max() for gap_T in gaps]).argmax())
+    worst = gaps[row].nan_to_num(torch.inf)
+    raise ModelError(
+        f"the engine does not compute what transformers computes of this {type(model).__name__}: mean |Δ logprob| "
+        f"{mean:.2g} over {len(gap_N)} tokens, and rounding explains {largest:g}; the largest is {worst.max():.2g} "
+        f"after {int(worst.argmax()) + 1} of {lengths_R[row]} tokens",
+        remedy="set engine.kernels = 'off' or another model.dtype; where that does not help, report the model's "
+        "config.json: nothing that such an engine samples could be trained on",
+    )
+
+
+class _Asked(PackedPlan):
+    """A plan that notes how each layer attends, and with how many heads."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([1], device)
+        self.rules: dict[int, tuple[Rule, int]] = {}
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        self.rules[rule.layer] = rule, query_NHD.shape[1]
+        return super().attend(query_NHD, key_NKD, value_NKD, rule)
+
+
+@torch.no_grad()
+def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
+    """Ask the attention alone about sequences that are longer than each sliding window: a pass of the model over so
+    many tokens would take long."""
+    asked = _Asked(model.device)
+    forward(model, torch.zeros(1, dtype=torch.long, device=model.device), asked)
+    windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in asked.rules.items()}
+    for (window, shape), (rule, heads) in windows.items():
+        if window is None:
+            continue
+        apart = _windowed(model, shape, maker, rule, heads)
+        if not apart <= _CLOSE[model.dtype]:
+            raise ModelError(
+                f"the attention of this {type(model).__name__} over blocks does not keep to the sliding window of "
+                f"layer {rule.layer}, of {window} tokens: beyond it, it is {apart:.2g} off (relative)",
+                remedy="set another model.dtype or engine.device, and report the model's config.json",
+            )
+
+
+def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, rule: Rule, heads: int) -> float:
+    """The relative difference between attention over blocks and over all keys, for the last tokens of a sequence."""
+    assert rule.window is not None
+    length = rule.window + BLOCK + _BEYOND
+    draw = torch.Generator().manual_seed(0)
+    key_TKE, value_TKE, query_QHE = (
+        torch.randn(count, many, size, generator=draw).to(model.device, model.dtype)
+        for count, many, size in (
+            (length, shape.heads, shape.key_size),
+            (length, shape.heads, shape.value_size),
+            (_BEYOND, heads, shape.key_size),
+        )
+    )
+    blocks = -(-length // BLOCK)
+    cache = PagedCache([shape], blocks, dtype=model.dtype, device=model.device)
+    for pool, tensor in zip(cache.layers[0], (key_TKE, value_TKE), strict=True):
+        padded = nn.functional.pad(tensor, (0, 0, 0, 0, 0, blocks * BLOCK - length))
+        pool.copy_(padded.unflatten(0, (blocks, BLOCK)).transpose(1, 2))
+    geometry = Geometry(
+        tables_RB=np.arange(blocks, dtype=np.int32)[None],
+        starts_R=np.array([length - _BEYOND]),
+        counts_R=np.array([_BEYOND]),
+        num_decode=0,
+    )
+    last = slice(length - _BEYOND, length)
+    found = maker(geometry, model.device).attend((query_QHE, key_TKE[last], value_TKE[last]), cache.layers[0], rule)
+    at_Q1 = torch.arange(length, device=model.device)[last, None]
+    to_T = torch.arange(length, device=model.device)
+    sees_QT = (to_T <= at_Q1) & (to_T > at_Q1 - rule.window)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query_QHE, key_TKE, value_TKE))
+    wanted = attend_masked(query, key, value, sees_QT, rule)[0].transpose(0, 1)
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+def _apart(found_TV: Tensor, wanted_TV: Tensor) -> Tensor:
+    """Of each token: the expected |Δ logprob| of one that is sampled after it."""
+    found, wanted = found_TV.float().log_softmax(-1), wanted_TV.float().log_softmax(-1)
+    return torch.where(wanted.exp() > 0, wanted.exp() * (found - wanted).abs(), 0.0).sum(-1).cpu()
+
+
+def _paged(
+    model: PreTrainedModel, sequences: list[Tensor], shapes: tuple[LayerShape, ...], maker: AttentionMaker
+) -> list[Tensor]:
+    """Logits ``[T, V]`` of each sequence, from passes as an engine makes them."""
+    num_blocks = -(-max(len(ids_T) for ids_T in sequences) // BLOCK)
+    cache = PagedCache(shapes, num_blocks * len(sequences), dtype=model.dtype, device=model.device)
+    tables_RB = np.arange(len(sequences) * num_blocks, dtype=np.int32).reshape(len(sequences), num_blocks)
+    starts_R, found = np.zeros(len(sequences), np.int64), [list[Tensor]() for _ in sequences]
+    for wanted_R in np.array(_COUNTS, np.int64):
+        left_R = np.array([len(ids_T) for ids_T in sequences]) - starts_R
+        counts_R = np.minimum(wanted_R, left_R)
+        rows = np.flatnonzero(counts_R)
+        if not len(rows):  # the context is shorter than the probe
+            break
+        geometry = Geometry(
+            tables_RB=tables_RB[rows],
+            starts_R=starts_R[rows],
+            counts_R=counts_R[rows],
+            num_decode=int(np.cumprod(counts_R[rows] == 1).sum()),
+        )
+        ids_N = torch.cat([sequences[row][starts_R[row] : starts_R[row] + counts_R[row]] for row in rows])
+        logits_NV = forward(model, ids_N, PagedPlan(cache, geometry, maker, model.device))
+        for row, part in zip(rows, logits_NV.split(counts_R[rows].tolist()), strict=True):
+            found[row].append(part)
+        starts_R = starts_R + counts_R
+    return [torch.cat(parts) for parts in found]
+
+
+def _alone(model: PreTrainedModel, sequences: list[Tensor]) -> list[Tensor]:
+    """Logits ``[T, V]`` of each sequence from the model's own attention and modules."""
+    with _without_kernels(model):
+        model.set_attn_implementation("eager")
+        try:
+            return [model(input_ids=ids_T[None], use_cache=False).logits[0] for ids_T in sequences]
+        finally:
+            model.set_attn_implementation(NAME)
+
+
+@contextmanager
+def _without_kernels(model: nn.Module) -> Iterator[None]:
+    """Let modules that run on kernels compute as their classes say, for a while."""
+    swapped = [
+        (module, module.__dict__["forward"])
+        for module in model.modules()
+        if type(module.__dict__.get("forward")).__module__.startswith(_KERNELS)
+    ]
+    for module, _ in swapped:
+        del module.forward
+    try:
+        yield
+    finally:
+        for module, kernel in swapped:
+            module.forward = kernel
