@@ -17,13 +17,12 @@ from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, DataError, RunError
-from headrace.flow.ledger.opening import has_ledger
+from headrace.flow.ledger.opening import LOCK_FILE, has_ledger
 from headrace.launch.order import Component
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
 FACTS_FILE = "parts.json"
-LOCK_FILE = "lock"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 

@@ -181,6 +181,9 @@ def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
     order = replace(order, forks=life.forks)
     _tell_what_died(life, order, start)
+    if not start.sealed:
+        words = f"{start.snapshot} was written without checksums: that its files are unchanged cannot be told"
+        order.on_event(Event(wall_s=0.0, text=words, level="warning"))
     if life.recording is None:
         return order
     return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
