@@ -56,11 +56,13 @@ class SnapshotState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A fresh directory in which to write the snapshot of ``step``; ``directory`` is made if it is missing."""
+    """A fresh directory in which to write the snapshot of ``step``; ``directory`` is made if it is missing, but not
+    what it is in: a run directory that was removed does not come back as an empty one."""
     unfinished = directory / f"{_name(step)}.tmp-{os.getpid()}"
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        directory.mkdir(exist_ok=True)
+        unfinished.mkdir()
     except OSError as error:
         raise CheckpointError(
             f"snapshot directory {unfinished} cannot be made: {error}",
@@ -140,7 +142,8 @@ def _way_out(damaged: Path) -> str:
     older = next((path for path in _older(damaged) if _usable(path)), None)
     if older is None:
         return f"{again}; there is no older whole snapshot beside it"
-    return f"{again}, or go on from {older.name}, which is whole: mv {damaged} {damaged}.damaged, and the same command again"
+    aside = f"mv {damaged} {damaged}.damaged, and the same command again"
+    return f"{again}, or go on from {older.name}, which is whole: {aside}"
 
 
 def _older(snapshot: Path) -> list[Path]:

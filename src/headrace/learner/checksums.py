@@ -45,7 +45,7 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
     ``known`` are hashes that were computed where their files were written; those that an earlier call wrote down are
     kept too, so that no file is read twice. ``OSError`` where a file cannot be read or written.
     """
-    listed = {**_listed(directory), **(known or {})}
+    listed = {**listed_checksums(directory), **(known or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
     listed |= checksums_of(directory, [path for path in new if path.name != CHECKSUMS_FILE])
     write_checksums(directory, listed)
@@ -67,7 +67,7 @@ def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
     """
     if not (directory / CHECKSUMS_FILE).exists():
         return False
-    listed = _listed(directory)
+    listed = listed_checksums(directory)
     for name in listed if names is None else names:
         problem = _difference(directory / name, listed.get(name))
         if problem:
@@ -82,7 +82,7 @@ def verify_model(directory: Path) -> bool:
     """
     found = False
     for sealed in (directory, directory.parent.parent):
-        found |= verify(sealed, [name for name in _listed(sealed) if not name.startswith("optimizer")])
+        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith("optimizer")])
     return found
 
 
@@ -102,8 +102,8 @@ def _difference(path: Path, expected: str | None) -> str:
     return f"has changed since it was written: its checksum is {found}, and {CHECKSUMS_FILE} beside it says {expected}"
 
 
-def _listed(directory: Path) -> dict[str, str]:
-    """Return the hashes that are written down, by path; empty where there are none."""
+def listed_checksums(directory: Path) -> dict[str, str]:
+    """Return the hashes that are written down in ``directory``, by path; empty where there are none."""
     path = directory / CHECKSUMS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
