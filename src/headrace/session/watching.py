@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from headrace.clock import Clock
 from headrace.control import Controller
@@ -40,7 +40,7 @@ class Watching:
             watchers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
         self._output = LastingStream(sys.stdout)
         self._output_lost = False
-        self.view = stack.enter_context(_view(config, self._output))
+        self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
         self.observers = Observers(watchers)
         stack.callback(self.observers.flush)
