@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,7 @@ def test_latest_is_the_highest_step(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "file gone", "state gone", "state broken"])
-def test_an_incomplete_snapshot_is_passed_over_and_refused_by_name(tmp_path, damage):
+def test_an_incomplete_snapshot_is_refused_by_name_and_the_older_one_is_offered(tmp_path, damage):
     make(tmp_path, 1)
     broken = make(tmp_path, 2)
     match damage:
@@ -68,9 +70,51 @@ def test_an_incomplete_snapshot_is_passed_over_and_refused_by_name(tmp_path, dam
             (broken / "state.json").unlink()
         case "state broken":
             (broken / "state.json").write_text('{"step": "two"}')
-    assert latest(tmp_path) == tmp_path / "step-000001"
-    with pytest.raises(CheckpointError, match="step-000002 cannot be used"):
+    assert latest(tmp_path) == broken, "an older one is never taken without a word"
+    with pytest.raises(CheckpointError, match="step-000002 cannot be used") as caught:
         read_state(broken)
+    assert ("state.json" if "state" in damage else "model.safetensors") in caught.value.problem
+    offered = re.search(r"go on from step-000001, which is whole: mv (\S+) (\S+), ", caught.value.remedy)
+    assert offered is not None
+    Path(offered[1]).rename(offered[2])
+    assert latest(tmp_path) == tmp_path / "step-000001"
+    assert read_state(tmp_path / "step-000001").step == 1
+
+
+def test_each_flipped_bit_of_a_snapshot_is_noticed_and_its_file_named(tmp_path):
+    make(tmp_path, 1)
+    snapshot = make(tmp_path, 2, bytes(range(64)))
+    assert read_state(snapshot).sealed
+    for path in sorted(snapshot.iterdir()):
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 7):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=path.name):
+                read_state(snapshot)
+        path.write_bytes(whole)
+    assert read_state(snapshot).step == 2
+
+
+def test_a_snapshot_whose_older_neighbour_is_damaged_too_offers_the_one_before(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    for step in (2, 3):
+        (tmp_path / f"step-{step:06d}" / "model.safetensors").write_bytes(b"WEIGHTS")
+    with pytest.raises(CheckpointError, match="go on from step-000001"):
+        read_state(tmp_path / "step-000003")
+
+
+def test_a_snapshot_of_an_older_program_without_checksums_is_read_and_one_that_lost_them_is_not(tmp_path):
+    snapshot = make(tmp_path, 1)
+    (snapshot / "checksums.xxh3").unlink()
+    with pytest.raises(CheckpointError, match=r"checksums\.xxh3 is missing"):
+        read_state(snapshot)
+    tree = json.loads((snapshot / "state.json").read_text())
+    del tree["sealed"]
+    (snapshot / "state.json").write_text(json.dumps(tree))
+    assert not read_state(snapshot).sealed
 
 
 def test_retention_keeps_the_newest_whole_ones(tmp_path):
@@ -85,7 +129,7 @@ def test_retention_never_counts_an_incomplete_one_as_the_newest(tmp_path):
         make(tmp_path, step)
     (tmp_path / "step-000003" / "model.safetensors").unlink()
     retain(tmp_path, 0)
-    assert latest(tmp_path) == tmp_path / "step-000002"
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 def test_sweep_removes_what_an_earlier_life_left_and_nothing_else(tmp_path):

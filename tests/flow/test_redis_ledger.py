@@ -176,3 +176,20 @@ def test_password_of_a_url_is_never_shown(redis: RedisServer) -> None:
     with pytest.raises(LedgerError) as refused:
         RedisLedger("redis://user:hush@127.0.0.1:1/0", "r", group_size=2, groups_per_step=1, outage_s=0.0)
     assert "hush" not in str(refused.value)
+
+
+def test_operation_that_has_changed_on_the_server_is_named(redis: RedisServer) -> None:
+    ledger = opened(redis)
+    for operation in trained(0):
+        ledger.apply(operation)
+    ledger.close()
+    server = redis.client()
+    (stream,) = [key for key in server.keys("*") if key.endswith(b":operations")]
+    entry, fields = server.xrange(stream)[0]
+    rest = server.xrange(stream)[1:]
+    server.delete(stream)
+    changed = {**fields, b"data": fields[b"data"][:-1] + bytes([fields[b"data"][-1] ^ 1])}
+    for at, each in [(entry, changed), *rest]:
+        server.xadd(stream, each, id=at)
+    with pytest.raises(LedgerError, match="damaged at operation 1: it has changed since it was written"):
+        RedisLedger.open(redis.url, "/runs/a")

@@ -96,7 +96,7 @@ def test_a_snapshot_is_an_ordinary_model_directory_without_pickles(setup, saved)
     assert tokenizer.decode(tokenizer.encode("1+2=3")) == "1+2=3"
     names = {path.name for path in saved.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors"} <= names
-    assert {path.suffix for path in saved.iterdir()} <= {".json", ".safetensors", ".jinja", ".txt"}
+    assert {path.suffix for path in saved.iterdir()} <= {".json", ".safetensors", ".jinja", ".txt", ".xxh3"}
 
 
 def test_a_snapshot_of_another_model_is_refused(setup, saved, tmp_path):

@@ -39,6 +39,7 @@ def trained(run_dir: Path, base: Path, lora: LoraConfig | None = None) -> Learne
         Objective.build(AlgoConfig.model_validate({"bundle": "grpo"})),
         LearnerContext(temperature=1.0, total_steps=2, model_dir=base, clock=RealClock()),
     )
+    run_dir.mkdir()
     for step in (0, 1):
         learner.train(random_batch(step))
         unfinished = checkpoint.begin(run_dir / "checkpoints", step + 1)
@@ -126,6 +127,10 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(base: Path, tmp_p
     (damaged / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="cannot be used"):
         export(damaged, out)
+    with pytest.raises(CheckpointError, match="cannot be used") as caught:
+        export(tmp_path / "run", out)
+    assert "go on from step-000001" in caught.value.remedy
+    damaged.rename(f"{damaged}.damaged")
     assert Path(export(tmp_path / "run", out).source).name == "step-000001"
 
 

@@ -12,7 +12,21 @@ from pathlib import Path
 from tools.gate.source import Finding, Source
 
 ROOMS = (
-    *("errors", "clock", "environ", "heap", "buffers", "types", "config", "groups", "models", "engine", "sync", "algo"),
+    *(
+        "errors",
+        "clock",
+        "environ",
+        "lasting",
+        "heap",
+        "buffers",
+        "types",
+        "config",
+        "groups",
+        "models",
+        "engine",
+        "sync",
+        "algo",
+    ),
     *("scoring", "env", "bridges", "rollout", "flow", "learner", "checkpoint", "control", "launch", "plan"),
     *("observe", "recipes", "session", "policy", "bench", "compare", "view", "cli", "testing", "headrace"),
     "__main__",

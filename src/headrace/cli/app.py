@@ -26,7 +26,7 @@ from headrace.cli import (
     view,
     watch,
 )
-from headrace.cli.output import complain
+from headrace.cli.output import complain, whole_output
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -68,10 +68,11 @@ def root(
 
 def main() -> None:
     """Run the program; an error that the user can mend is told in words, and the exit code is 1."""
-    try:
-        app()
-    except HeadraceError as error:
-        complain(error)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with whole_output():
+        try:
+            app()
+        except HeadraceError as error:
+            complain(error)
+            sys.exit(1)
+        except KeyboardInterrupt:
+            sys.exit(130)

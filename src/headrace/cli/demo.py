@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.progress import Progress
 
-from headrace.cli.output import console, print_json, resumable, starting
+from headrace.cli.output import console, leave_if_hung_up, print_json, resumable, starting
 from headrace.cli.train import LIKE_HELP, SET_HELP
 
 
@@ -62,11 +62,10 @@ def demo(
     settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
     with resumable():
         summary = run(load_config(run_file_for(like, made.run_file), settings, like=like))
-    if as_json:
-        print_json(summary)
-        return
-    show_summary(summary)
-    out.print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
+    (print_json if as_json else show_summary)(summary)
+    if not as_json:
+        out.print(f"again    {sys.argv[0]} train {made.run_file} --set run.dir=runs/again")
+    leave_if_hung_up(summary.stopped_by)
 
 
 def run_file_for(like: str, run_file: Path) -> Path | dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 import msgspec
 import typer
@@ -13,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.errors import HeadraceError, visible
+from headrace.lasting import to_nowhere
 
 VISIBLE = "every user of this machine can read the arguments of its programs"
 
@@ -30,10 +34,11 @@ def starting(doing: str) -> None:
 def complain(error: HeadraceError) -> None:
     """Problem and remedy, on standard error."""
     err = console(stderr=True)
-    err.print("error: ", style="bold red", end="")
-    err.print(readable(error.problem))
-    err.print("remedy: ", style="bold green", end="")
-    err.print(readable(error.remedy))
+    with suppress(OSError):  # its terminal may be gone
+        err.print("error: ", style="bold red", end="")
+        err.print(readable(error.problem))
+        err.print("remedy: ", style="bold green", end="")
+        err.print(readable(error.remedy))
 
 
 def readable(text: str) -> str:
@@ -49,6 +54,44 @@ def resumable() -> Iterator[None]:
     except KeyboardInterrupt as stopped:
         sys.stderr.write(f"{stopped or 'stopped'}\n")
         raise typer.Exit(130) from None
+
+
+HUNG_UP = 128 + signal.SIGHUP
+"""The exit code of a run that ended in order because its terminal was closed."""
+
+
+def leave_if_hung_up(stopped_by: str) -> None:
+    """Leave with :data:`HUNG_UP` where SIGHUP has stopped the run: whoever waits for it can tell, and resume."""
+    if stopped_by == "SIGHUP":
+        raise typer.Exit(HUNG_UP)
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Leave with the exit code 1 where standard output takes no more, and say so in one line on standard error; of a
+    pipe whose reader has left (``| head -1``) nothing is said, as other programs do."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or not _takes_no_more(sys.stdout):
+            raise
+        to_nowhere(sys.stdout)
+        if error.errno != errno.EPIPE:
+            with suppress(OSError):
+                sys.stderr.write(f"error: standard output cannot be written: {error.strerror}\n")
+        sys.exit(1)
+
+
+def _takes_no_more(stream: TextIO) -> bool:
+    """Whether the file behind ``stream`` refuses a byte more."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except (OSError, ValueError):
+        return True
+    return False
 
 
 def print_json(value: Any) -> None:

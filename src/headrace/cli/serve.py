@@ -40,6 +40,7 @@ def serve(
     from headrace.engine.server.config import ServeConfig
     from headrace.environ import become_engine
     from headrace.heap import growing_heap, settled_heap
+    from headrace.learner.checksums import verify_model
 
     become_engine()
     given: dict[str, Any] = {
@@ -51,6 +52,7 @@ def serve(
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
     secret = _token(token, token_file)
     _refuse_no_model(config.model.path)
+    verify_model(Path(config.model.path))
     compile_ahead(config.model, config.engine)
     with growing_heap():
         from headrace.engine.server.load import load

@@ -45,7 +45,8 @@ def look(run_dir: Path) -> dict[str, Any]:
     import psutil
 
     from headrace.errors import DataError
-    from headrace.session.directory import LOCK_FILE, read_status, read_summary
+    from headrace.flow.ledger.opening import LOCK_FILE
+    from headrace.session.directory import read_status, read_summary
 
     last = read_status(run_dir)
     if last is None and (run_dir / LOCK_FILE).exists():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from headrace.cli.output import console, print_json, resumable, starting
+from headrace.cli.output import console, leave_if_hung_up, print_json, resumable, starting
 
 LIKE_HELP = "Take what the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
@@ -63,3 +63,4 @@ def train(
         if summary.versions_agree is not None:
             agree = summary.versions_agree
             console().print(f"replayed {replay}: {agree} of {agree} versions agree, bit for bit", style="bold")
+    leave_if_hung_up(summary.stopped_by)

@@ -97,9 +97,10 @@ class Controller:
         """The present moment, for a view."""
         return live_state(self.state)
 
-    def stop(self) -> None:
-        """End after the steps that are ordered, with a checkpoint that the run can resume from."""
-        self.state.ask_to_stop()
+    def stop(self, by: str = "") -> None:
+        """End after the steps that are ordered, with a checkpoint that the run can resume from; ``by`` is the signal
+        that asks for it."""
+        self.state.ask_to_stop(by)
 
     async def run(self, start: StartingPoint) -> Summary:
         """The whole run, watched; :meth:`summary` tells what was reached where it raises."""

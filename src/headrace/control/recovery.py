@@ -1,6 +1,6 @@
 """How a run goes on after it ended, however it ended.
 
-The newest whole snapshot says which step the weights have behind them. The ledger is rolled back to it: groups of later
+The newest snapshot says which step the weights have behind them. The ledger is rolled back to it: groups of later
 steps are ready again and remember their step, so the same batches are trained again in the same order and give the same
 weights; groups that were running keep the episodes that had ended, and the rest is asked again.
 """
@@ -33,10 +33,16 @@ class StartingPoint:
     """Of the settings and rows that the snapshot was made with."""
     memory: ControllerMemory = field(default_factory=ControllerMemory)
     """What the controller remembered."""
+    sealed: bool = True
+    """Whether the files of the snapshot had checksums to be compared with."""
 
 
 def starting_point(run_dir: Path) -> StartingPoint:
-    """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet."""
+    """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet.
+
+    Every file of the newest snapshot is compared with its checksum. Raises :class:`~headrace.errors.CheckpointError`
+    where one is missing or has changed: an older snapshot is offered there, and never taken without a word.
+    """
     snapshot = checkpoint.latest(run_dir / CHECKPOINTS)
     if snapshot is None:
         return StartingPoint(step=0, snapshot=None)
@@ -46,6 +52,7 @@ def starting_point(run_dir: Path) -> StartingPoint:
         snapshot=snapshot,
         fingerprint=state.config_fingerprint,
         memory=ControllerMemory.from_json(state.controller),
+        sealed=state.sealed,
     )
 
 

@@ -143,6 +143,8 @@ class RunState:
     """The engine's counters when the four loops had ended; ``None`` before."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run was asked to stop."""
+    stopped_by: str = ""
+    """The signal that asked for it, ``SIGHUP`` say; empty where none did."""
     warned: dict[str, Warned] = field(default_factory=dict)
     """By kind."""
 
@@ -194,7 +196,8 @@ class RunState:
         """Whether the run was asked to stop."""
         return self.stopping.is_set()
 
-    def ask_to_stop(self) -> None:
-        """End after the steps that are ordered, with a checkpoint."""
+    def ask_to_stop(self, by: str = "") -> None:
+        """End after the steps that are ordered, with a checkpoint; ``by`` is the signal that asks for it."""
+        self.stopped_by = self.stopped_by or by
         self.stopping.set()
         self.flow.changed.ring()

@@ -34,7 +34,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     this life of the run; the ledger is of all its lives."""
 
     status: str
-    """``finished``, ``stopped`` (Ctrl-C) or ``failed``."""
+    """``finished``, ``stopped`` (by a signal or an alarm) or ``failed``."""
+    stopped_by: str = ""
+    """The signal that stopped it: ``SIGINT`` (Ctrl-C), ``SIGTERM`` or ``SIGHUP`` (its terminal was closed); empty where
+    none did."""
     cause: str = ""
     """Why it failed, or finished before its last step; empty otherwise."""
     eval_before: float | None

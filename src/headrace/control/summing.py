@@ -54,6 +54,7 @@ def summarize(
         recoveries=[str(recovery) for recovery in tally.recoveries],
         verdict="",
         run_dir=str(state.parts.run_dir),
+        stopped_by=state.stopped_by if status == "stopped" else "",
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError, ModelError
+from headrace.learner.checksums import seal
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, whole_or_nothing
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import AGENTS
@@ -79,6 +80,7 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
         save_file(moments, directory / OPTIMIZER_FILE, metadata={_STEP: str(extras.step)})
         for file, tensors in extras.beside.items():
             save_file(tensors, directory / file)
+        seal(directory)
 
 
 def restore_weights(directory: Path, model: PreTrainedModel) -> None:

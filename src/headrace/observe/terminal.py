@@ -5,7 +5,6 @@ Text of a model, of data or of an error is shown with its control characters spe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self, TextIO
@@ -94,13 +93,8 @@ class PlainView:
 
     def _print(self, line: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        try:
-            self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
-        except BrokenPipeError:  # who read has left: what is said from now on goes nowhere, and the run goes on
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()
 
 
 class SilentView:

@@ -20,6 +20,7 @@ from headrace.engine import RequestOptions
 from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.native import NativeEngine
 from headrace.errors import ConfigError, DataError, RunError
+from headrace.learner.checksums import verify
 from headrace.learner.core import LearnerContext, LearnerCore, Update
 from headrace.learner.packing import MicroBatch
 from headrace.learner.work import Gradient, Work
@@ -135,10 +136,12 @@ class Policy:
 
         ``lr`` stands for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``; ``settings`` are those of
         :class:`~headrace.policy.config.PolicyConfig`, laid over the saved ones. Raises
-        :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.ModelError` and
-        :class:`~headrace.errors.CheckpointError`.
+        :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.ModelError`,
+        :class:`~headrace.errors.CheckpointError`, and :class:`~headrace.errors.DataError` for a file that has changed
+        since it was saved.
         """
         directory = Path(directory).expanduser()
+        verify(directory)
         state = store.read_state(directory)
         base = {} if state is None else state.config
         if base.get("model", {}).get("lora") is None:  # an adapter is saved without the model it adapts

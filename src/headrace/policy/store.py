@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import CheckpointError
+from headrace.learner.checksums import seal
 from headrace.learner.core import LearnerCore
 from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
 
@@ -46,6 +47,7 @@ def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
     learner.save(unfinished)
     with whole_or_nothing(unfinished, SLACK_BYTES):
         (unfinished / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=2))
+        seal(unfinished)
     try:
         unfinished.replace(directory)
         flush_one(directory.parent)

@@ -17,13 +17,13 @@ from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
 from headrace.errors import ConfigError, DataError, RunError
-from headrace.flow.ledger.opening import has_ledger
+from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import Component
+from headrace.learner.checksums import CHECKSUMS_FILE, checksum, listed_checksums, verify, write_checksums
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
 FACTS_FILE = "parts.json"
-LOCK_FILE = "lock"
 STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 
@@ -53,8 +53,75 @@ def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:
     return (Path("runs") / f"{prefix}{moment}").resolve()
 
 
+class Held:
+    """A run directory that this process holds, and which others may remove or move all the same.
+
+    What is open stays writable then, SQLite's file too, and all of it is gone in the end; and a second run may have
+    begun under the same path. So whoever writes by a path calls :meth:`refuse_lost` first.
+    """
+
+    def __init__(self, run_dir: Path, descriptor: int) -> None:
+        self._run_dir = run_dir
+        self._descriptor = descriptor
+        self._files: dict[Path, tuple[int, int]] = {}
+        """The ledger's files that have been seen, and which files they were."""
+
+    def refuse_lost(self) -> None:
+        """Raise :class:`~headrace.errors.RunError` where the directory or the ledger in it is not this run's any more.
+
+        A directory that cannot be asked just now (a network that stalls) is not lost.
+        """
+        mine = os.fstat(self._descriptor)
+        if _identity(self._run_dir / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
+            raise self._lost()
+        for path in (self._run_dir / SQLITE_FILE, self._run_dir / f"{SQLITE_FILE}-wal"):
+            found = _identity(path)
+            if path in self._files and found not in (self._files[path], None):
+                raise RunError(
+                    f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
+                    remedy="restore it from a copy and go on with --resume, or start a new run directory",
+                )
+            if found not in (None, _GONE):
+                self._files[path] = found
+
+    def _lost(self) -> RunError:
+        now = self._new_place()
+        if now is None:
+            return RunError(
+                f"run.dir={str(self._run_dir)!r} was removed while the run was writing it: what it recorded is lost",
+                remedy="start the run again; remove the directory of a run when it has ended (headrace status RUN)",
+            )
+        return RunError(
+            f"run.dir={str(self._run_dir)!r} was moved to {str(now)!r} while the run was writing it",
+            remedy=f"go on with --resume --set run.dir={now}; move the directory of a run when it has ended",
+        )
+
+    def _new_place(self) -> Path | None:
+        """Where the directory is now; ``None`` where it is gone, or the system does not tell."""
+        try:
+            mine = os.fstat(self._descriptor)
+            now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+        except OSError:
+            return None
+        return now.parent if _identity(now) == (mine.st_dev, mine.st_ino) else None
+
+
+_GONE = (-1, -1)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return which file ``path`` is; :data:`_GONE` where there is none, ``None`` where that cannot be told."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return _GONE
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
-def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
+def locked(run_dir: Path, *, resume: bool) -> Iterator[Held]:
     """Hold ``run_dir`` for this process alone.
 
     Raises :class:`~headrace.errors.ConfigError` if another process holds it, if it has a run already and ``resume`` is
@@ -84,7 +151,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[None]:
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to go on, or choose another run.dir",
             )
-        yield
+        yield Held(run_dir, descriptor)
     finally:
         os.close(descriptor)
 
@@ -98,6 +165,31 @@ def write_json(path: Path, tree: Any) -> None:
         temporary.replace(path)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error}", remedy="check that its disk has room (df -h)") from None
+
+
+def write_sealed(path: Path, tree: Any) -> None:
+    """Write ``tree`` as :func:`write_json` does, with a checksum for :func:`read_sealed`.
+
+    A kill between the two leaves a directory without checksums rather than one whose checksums are wrong.
+    """
+    listed = listed_checksums(path.parent)
+    (path.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
+    write_json(path, tree)
+    write_checksums(path.parent, {**listed, path.name: checksum(path)})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read what :func:`write_sealed` wrote; an older program wrote no checksums, and is believed.
+
+    Raises :class:`~headrace.errors.DataError` where the file has changed since, ``OSError`` where it cannot be read.
+    """
+    if path.is_file():
+        verify(path.parent, [path.name])
+    try:
+        tree: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}", remedy="restore it from a copy") from None
+    return tree
 
 
 def read_status(run_dir: Path) -> Status | None:
@@ -130,11 +222,9 @@ def run_file_of(where: Path) -> dict[str, Any] | Path:
     if not where.is_dir():
         return where
     try:
-        tree: dict[str, Any] = json.loads((where / CONFIG_FILE).read_text(encoding="utf-8"))
+        tree = read_sealed(where / CONFIG_FILE)
     except OSError:
         raise ConfigError(f"{where} holds no run", remedy="name a run file, or the directory of a run") from None
-    except ValueError as error:
-        raise _damaged(where / CONFIG_FILE, error) from None
     snapshot = starting_point(where).snapshot
     if snapshot is None:
         return tree

@@ -22,6 +22,7 @@ from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.env.agents import POLICY
 from headrace.errors import CheckpointError, ConfigError, nearest
+from headrace.learner.checksums import verify
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, whole_or_nothing
 from headrace.models.config import AGENTS
 
@@ -127,6 +128,8 @@ def _source(where: Path) -> Path:
         )
     if (source / STATE_FILE).is_file():
         checkpoint.read_state(source)  # refuses one that is not whole
+    else:
+        verify(source)
     return source
 
 

@@ -22,6 +22,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.launch.order import TeacherOrder
 from headrace.launch.ray.cluster import refuse_absent
 from headrace.launch.ray.fit import devices_of
+from headrace.learner.checksums import verify_model
 from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.models import ModelConfig, context_length, load_tokenizer
 from headrace.models.devices import CPU, Devices, num_gpus, settle
@@ -109,6 +110,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
     refuse_settled(config, [*agents, *teachers], devices)
     _refuse_lending(config, devices)
+    verify_model(Path(config.model.path))
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
@@ -223,7 +225,7 @@ def _check_own_loss(config: RunConfig) -> None:
 
 
 def _refuse_absent(config: RunConfig) -> None:
-    """A directory that the learner is to read must be there."""
+    """A directory that the learner is to read must be there, and be what was written where it is a snapshot's."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -238,6 +240,8 @@ def _refuse_absent(config: RunConfig) -> None:
                 f"{setting}={path!r} is not a directory that can be read",
                 remedy=f"give the directory of {'an adapter' if setting.startswith('model.lora') else 'a model'}",
             )
+        if path:
+            verify_model(Path(path))
 
 
 def _refuse_ranks(config: RunConfig) -> None:

@@ -12,7 +12,6 @@ Rewards are computed again, and so are all weights. Nothing else decides: draws 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from headrace.launch.order import Facts, Order
 from headrace.launch.starts import Repeated
 from headrace.rollout.runner import episode_seed
 from headrace.session.config import RunConfig, load_config
-from headrace.session.directory import CONFIG_FILE, FACTS_FILE
+from headrace.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
 from headrace.session.prepare import Prepared
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 
@@ -56,8 +55,8 @@ PATIENT = 0.8
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """The settings of the run in ``run_dir``, for a run in another directory."""
     try:
-        tree: dict[str, Any] = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = read_sealed(run_dir / CONFIG_FILE)
+    except OSError as error:
         raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
     tree["run"] = {**tree["run"], "dir": ""}
     return tree
@@ -134,7 +133,7 @@ class Recording:
             run_dir=run_dir,
             config=config,
             ledger=ledger,
-            facts=json.loads((run_dir / FACTS_FILE).read_text(encoding="utf-8")),
+            facts=read_sealed(run_dir / FACTS_FILE),
             checksums=checksums,
             steps=steps,
             rows=tuple(attempt.row for attempt in attempts),

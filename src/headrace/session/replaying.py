@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
@@ -25,7 +24,7 @@ from headrace.models import load_model
 from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
 from headrace.session.config import RunConfig, load_config
-from headrace.session.directory import CONFIG_FILE
+from headrace.session.directory import CONFIG_FILE, read_sealed
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.types.batch import Batch
@@ -93,8 +92,8 @@ def _route(config: RunConfig, scratch: Path) -> Route:
 
 def _settings(run_dir: Path) -> RunConfig:
     try:
-        tree = json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        tree = read_sealed(run_dir / CONFIG_FILE)
+    except OSError as error:
         raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
     config = load_config(tree)
     if config.learner.parallel.world > 1:

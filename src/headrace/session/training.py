@@ -19,7 +19,7 @@ from headrace.clock import RealClock
 from headrace.control import Controller, Settings, Summary
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
-from headrace.errors import ConfigError, HeadraceError, LearnerLost, LedgerError, StallError
+from headrace.errors import ConfigError, HeadraceError, LearnerLost, LedgerError, RunError, StallError
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
 from headrace.heap import settled_heap
@@ -33,11 +33,13 @@ from headrace.session.directory import (
     FACTS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
+    Held,
     Status,
     choose_directory,
     locked,
     read_summary,
     write_json,
+    write_sealed,
 )
 from headrace.session.engine_fit import explained_gap
 from headrace.session.order import curriculum, make_order, row_order
@@ -69,8 +71,9 @@ def train(
     """Train a model as ``config`` says (a TOML file, a tree, or a record), and say what came of it.
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward`` is a function of a
-    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C ends the run after the steps
-    that are ordered, with a checkpoint; a second one ends it at once, with ``KeyboardInterrupt``.
+    file in place of ``env.reward``. ``resume`` goes on with the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless
+    it is ignored, as under nohup) end the run after the steps that are ordered, with a checkpoint; a second Ctrl-C or
+    SIGTERM ends it at once, with ``KeyboardInterrupt``.
 
     ``replay`` is the directory of a run with the same settings: it is repeated bit for bit, in a directory of its own,
     or :class:`~headrace.errors.ReplayDiffers` says what was different first.
@@ -84,35 +87,36 @@ def train(
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
         recording = stack.enter_context(opened(replay, prepared, resume=resume))
-        stack.enter_context(locked(run_dir, resume=resume))
+        held = stack.enter_context(locked(run_dir, resume=resume))
+        first = Life(prepared=prepared, run_dir=run_dir, held=held, recording=recording, forks=forks, after=None)
         try:
-            summary = _lives(prepared, run_dir, recording, forks)
+            summary = _lives(first)
         except BaseException:
             with suppress(HeadraceError):  # what went wrong before is what the user must hear of
-                _report(prepared, run_dir)
+                _report(first)
             raise
-        _report(prepared, run_dir)
+        _report(first)
         return summary
 
 
-def _lives(prepared: Prepared, run_dir: Path, recording: Recording | None, forks: ForkServer | None) -> Summary:
+def _lives(first: Life) -> Summary:
     """The run, and again from its last snapshot where its learner dies, as often as it may."""
-    may_restart = 0 if recording is not None else prepared.config.launch.learner_restarts
-    death: LearnerLost | None = None
+    may_restart = 0 if first.recording is not None else first.prepared.config.launch.learner_restarts
+    life = first
     for left in reversed(range(may_restart + 1)):
-        life = Life(prepared=prepared, run_dir=run_dir, recording=recording, forks=forks, after=death)
         try:
             return in_own_loop(partial(_train, life))
         except LearnerLost as error:
-            if not left or not has_ledger(run_dir):  # before there is one nothing was trained
+            if not left or not has_ledger(first.run_dir):  # before there is one nothing was trained
                 raise
-            death = error
+            life = replace(first, after=error)
     raise AssertionError("the last life returns or raises")
 
 
-def _report(prepared: Prepared, run_dir: Path) -> None:
-    if prepared.config.observe.report and (run_dir / SUMMARY_FILE).exists():
-        write_report(run_dir)
+def _report(life: Life) -> None:
+    if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
+        life.held.refuse_lost()
+        write_report(life.run_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,8 @@ class Life:
 
     prepared: Prepared
     run_dir: Path
+    held: Held
+    """The same, as long as it is this run's."""
     recording: Recording | None
     """What it repeats; ``None``: nothing."""
     forks: ForkServer | None
@@ -143,7 +149,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
         books: list[Ledger] = []
         if has_ledger(run_dir):  # one that does not fit is refused before anything is launched
             books.append(_open_books(config, run_dir, stack, start))
-        write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
+        write_sealed(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         watching = Watching(config, run_dir, RealClock(), stack)
         order = _order(life, start, watching)
@@ -153,7 +159,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             facts = world.facts()
             if recording is not None:
                 recording.refuse_machine(facts)
-            write_json(run_dir / FACTS_FILE, facts)
+            write_sealed(run_dir / FACTS_FILE, facts)
             ledger = books[0] if books else _open_books(config, run_dir, stack, start)
             writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
@@ -175,7 +181,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
             return watching.controller
 
-        summary = await _run(order, control, start, Watchers(watching=watching, interrupts=interrupts))
+        summary = await _run(order, control, start, Watchers(held=life.held, watching=watching, interrupts=interrupts))
         return comparisons[0].finish(summary) if comparisons else summary
 
 
@@ -183,6 +189,9 @@ def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
     order = replace(order, forks=life.forks)
     _tell_what_died(life, order, start)
+    if not start.sealed:
+        words = f"{start.snapshot} was written without checksums: that its files are unchanged cannot be told"
+        order.on_event(Event(wall_s=0.0, text=words, level="warning"))
     if life.recording is None:
         return order
     return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
@@ -218,6 +227,7 @@ def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: Start
 class Watchers:
     """Who watches a run from outside, and may end it."""
 
+    held: Held
     watching: Watching
     interrupts: Interrupts
 
@@ -233,19 +243,28 @@ async def _run(
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
             world.send_recoveries_to(controller.recovers)
-            pulse = group.create_task(_pulse(controller, world, watchers.watching))
-            with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap(YOUNG):
-                summary = _finish(controller, await controller.run(start), watchers.watching)
+            pulse = group.create_task(_pulse(controller, world, watchers))
+            with _stopped_by_signals(controller, watchers.interrupts), settled_heap(YOUNG):
+                summary = _finish(controller, await controller.run(start), watchers)
             pulse.cancel()
     except BaseException as error:
-        cause = first_cause(error)
+        cause = _lost(watchers.held) or first_cause(error)
         if controller is not None:
             _tell_who_waited(controller, cause)
-            await _last_words(controller, cause, watchers.watching)
+            await _last_words(controller, cause, watchers)
         if cause is error:
             raise
         raise cause from None
     return summary
+
+
+def _lost(held: Held) -> RunError | None:
+    """What explains all other errors where the run's directory is gone."""
+    try:
+        held.refuse_lost()
+    except RunError as error:
+        return error
+    return None
 
 
 def _warn(controller: Controller, text: str) -> None:
@@ -259,34 +278,37 @@ def _tell_who_waited(controller: Controller, cause: BaseException) -> None:
         cause.problem = "\n".join([cause.problem, *controller.state.board.in_brief()])
 
 
-async def _last_words(controller: Controller, cause: BaseException, watching: Watching) -> None:
+async def _last_words(controller: Controller, cause: BaseException, watchers: Watchers) -> None:
     """Write what the run came to, as far as that can be: the disk or the ledger may be what went wrong."""
     with suppress(HeadraceError, TimeoutError):  # where the ledger hangs, its books cannot be counted either
         with suppress(HeadraceError):
             controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FAREWELL_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-        _finish(controller, controller.summary(status, cause=str(cause)), watching)
+        _finish(controller, controller.summary(status, cause=str(cause)), watchers)
 
 
-def _finish(controller: Controller, summary: Summary, watching: Watching) -> Summary:
-    """Write the summary with the verdict on the run."""
-    summary = msgspec.structs.replace(summary, verdict=watching.verdict())
+def _finish(controller: Controller, summary: Summary, watchers: Watchers) -> Summary:
+    """Write the summary with the verdict on the run, where there is still a place for it."""
+    watchers.held.refuse_lost()
+    summary = msgspec.structs.replace(summary, verdict=watchers.watching.verdict())
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 
 
-async def _pulse(controller: Controller, world: World, watching: Watching) -> None:
+async def _pulse(controller: Controller, world: World, watchers: Watchers) -> None:
     """Renew the view and ``status.json``; the last status says that all has ended."""
     try:
         while True:
             components = world.components()
-            live = watching.look(controller, components)
+            watchers.held.refuse_lost()
+            live = watchers.watching.look(controller, components)
             _write_status(controller, live, world, components)
             await asyncio.sleep(REDRAW_S)
     finally:
         ended = [msgspec.structs.replace(part, state="ended") for part in world.components()]
         with suppress(HeadraceError):  # the disk may be what went wrong
+            watchers.held.refuse_lost()
             _write_status(controller, controller.live(), world, ended)
 
 
@@ -304,23 +326,25 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
 
 
 @contextmanager
-def _stopped_by_ctrl_c(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
-    """The first Ctrl-C asks the run to stop, the second ends it at once: ``KeyboardInterrupt``."""
+def _stopped_by_signals(controller: Controller, interrupts: Interrupts) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop; another Ctrl-C or SIGTERM ends it at once:
+    ``KeyboardInterrupt``. A terminal that is closed sends SIGHUP more than once, so another SIGHUP changes nothing."""
     at_once = False
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
-    def asked() -> None:
+    def asked(number: signal.Signals) -> None:
         nonlocal at_once
-        if controller.state.stop_asked:
+        if not controller.state.stop_asked:
+            why = "the terminal was closed: " if number is signal.SIGHUP else ""
+            controller.state.event(f"{why}stopping after the steps that are ordered; Ctrl-C again to end at once")
+            controller.stop(number.name)
+        elif number is not signal.SIGHUP:
             at_once = True
             task.cancel()
-            return
-        controller.state.event("stopping after the steps that are ordered; Ctrl-C again to end at once")
-        controller.stop()
 
-    with _told_of_ctrl_c(loop, interrupts, asked):
+    with _told_of_signals(loop, interrupts, asked):
         try:
             yield
         except asyncio.CancelledError:
@@ -330,17 +354,23 @@ def _stopped_by_ctrl_c(controller: Controller, interrupts: Interrupts) -> Iterat
 
 
 @contextmanager
-def _told_of_ctrl_c(
-    loop: asyncio.AbstractEventLoop, interrupts: Interrupts, asked: Callable[[], None]
+def _told_of_signals(
+    loop: asyncio.AbstractEventLoop, interrupts: Interrupts, asked: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
     """By signals in the main thread, which alone may have them; else by whoever waits for this thread."""
-    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    interrupts.handler = asked
-    for number in signals:
-        loop.add_signal_handler(number, asked)
+    numbers: list[signal.Signals] = []
+    if threading.current_thread() is threading.main_thread():
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to be left alone
+            numbers.append(signal.SIGHUP)
+    interrupts.handler = partial(asked, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, asked, number)
     try:
         yield
     finally:
         interrupts.handler = None
-        for number in signals:
+        for number in numbers:
             loop.remove_signal_handler(number)
+        if signal.SIGHUP in numbers:  # what is left is to end in order, whether a terminal looks on or not
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 from headrace.clock import Clock
 from headrace.control import Controller
 from headrace.control.observer import Observer, Observers
+from headrace.lasting import LastingStream
 from headrace.launch.order import Component
 from headrace.observe import Accountant, AlarmWatch, Posting, Raised, Recorder, RunFacts, SystemWatch, judge, open_view
+from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig
 from headrace.types.observation import Event, LiveState
@@ -35,7 +38,9 @@ class Watching:
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
             watchers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
-        self.view = stack.enter_context(_view(config))
+        self._output = LastingStream(sys.stdout)
+        self._output_lost = False
+        self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
         self.observers = Observers(watchers)
         stack.callback(self.observers.flush)
@@ -47,7 +52,21 @@ class Watching:
         self._looks += 1
         live = self._accountant.shown(controller.live())
         self.observers.update(live)
+        self._tell_lost_output()
         return live
+
+    def _tell_lost_output(self) -> None:
+        """Say once that nothing more can be shown; the run goes on."""
+        if not self._output.lost or self._output_lost:
+            return
+        self._output_lost = True
+        text = (
+            f"standard output is gone ({self._output.lost}): the run goes on, and what it would show is in "
+            f"{EVENTS_FILE} and {METRICS_FILE} (headrace watch, headrace view)"
+        )
+        self._warn(text)
+        with suppress(OSError, ValueError):  # standard error may be gone with it
+            sys.stderr.write(f"warning: {text}\n")
 
     def verdict(self) -> str:
         """On the whole run so far, in words; empty before the first step."""
@@ -67,9 +86,9 @@ class Watching:
             self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
 
 
-def _view(config: RunConfig) -> View:
+def _view(config: RunConfig, output: TextIO) -> View:
     if config.observe.view == "none":
         return SilentView()
     if config.observe.view == "plain":
-        return PlainView(sys.stdout, config.run.steps)
-    return open_view(sys.stdout, config.run.steps)
+        return PlainView(output, config.run.steps)
+    return open_view(output, config.run.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from importlib.resources import files
 
 from headrace.errors import LedgerError
@@ -25,8 +26,10 @@ def schema_version(db: sqlite3.Connection) -> int:
     return int(version)
 
 
-def migrate(db: sqlite3.Connection, where: str) -> None:
+def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
     """Take the migrations that are missing, each whole or not at all.
+
+    ``finish`` is called within the last of them, with how many the database had taken before.
 
     :class:`~headrace.errors.LedgerError` for a database that a newer program wrote.
     """
@@ -38,7 +41,10 @@ def migrate(db: sqlite3.Connection, where: str) -> None:
         )
     for number, script in enumerate(scripts[version:], version + 1):
         try:
-            db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+            db.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number};")
+            if number == len(scripts):
+                finish(version)
+            db.execute("COMMIT")
         except BaseException:
             if db.in_transaction:
                 db.execute("ROLLBACK")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +11,11 @@ from pathlib import Path
 from headrace.errors import LedgerError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.base import Ledger
+from headrace.flow.ledger.log import refuse_damaged_log
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 
+LOCK_FILE = "lock"
+"""Locked by the process whose run it is, as long as that lives."""
 SQLITE_FILE = "ledger.sqlite"
 REDIS_FILE = "ledger.redis"
 """Says where the ledger is of a run that keeps it on a Redis server: a line each for the URL, the name, and the
@@ -20,6 +25,7 @@ same path takes it for its own."""
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
     path = run_dir / SQLITE_FILE
+    refuse_damaged_log(path)
     return SqliteLedger(
         path, group_size=config.group_size, groups_per_step=config.groups_per_step, checked=path.exists()
     )  # fmt: skip
@@ -66,10 +72,31 @@ def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def open_ledger(run_dir: Path) -> Ledger:
-    """The ledger that the run in ``run_dir`` has kept, for reading."""
+    """The ledger that the run in ``run_dir`` has kept, for reading, every row of which is what was written.
+
+    Raises :class:`~headrace.errors.LedgerError` where there is none, or it is damaged.
+    """
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger
 
         url, name, *variable = (run_dir / REDIS_FILE).read_text(encoding="utf-8").splitlines()
         return RedisLedger.open(url, name, *variable)
-    return SqliteLedger.open(run_dir / SQLITE_FILE)
+    path = run_dir / SQLITE_FILE
+    if not _is_written(run_dir):
+        refuse_damaged_log(path)  # to open it alone is to take what the log holds into the file
+    return SqliteLedger.open(path, checked=True)
+
+
+def _is_written(run_dir: Path) -> bool:
+    """Whether a living run holds ``run_dir``."""
+    try:
+        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from headrace.clock import RealClock
 from headrace.config.redis import password_in, redis_package, without_password
@@ -46,9 +47,13 @@ if #last > 0 then tip = tonumber(string.match(last[1][1], '^%d+')) end
 local number = tonumber(ARGV[1])
 if tip == number and last[1][2][2] == ARGV[2] then return 'recorded' end
 if tip ~= number - 1 then return 'tip ' .. tip end
-redis.call('XADD', KEYS[1], number .. '-0', 'writer', ARGV[2], 'kind', ARGV[3], 'data', ARGV[4])
+redis.call('XADD', KEYS[1], number .. '-0', 'writer', ARGV[2], 'kind', ARGV[3], 'data', ARGV[4], 'checksum', ARGV[5])
 return 'recorded'
 """
+
+
+def _checksum(kind: bytes, data: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(kind + data).encode()
 
 
 class RedisLedger:
@@ -149,7 +154,7 @@ class RedisLedger:
         kind, data = encode_operation(operation)
         number = self._number + 1
         said = self._ask(
-            lambda: self._append(keys=[self._stream], args=[number, self._writer, kind, data])
+            lambda: self._append(keys=[self._stream], args=[number, self._writer, kind, data, _checksum(kind, data)])
         ).decode()  # fmt: skip
         if said != "recorded":
             tip = int(said.removeprefix("tip "))
@@ -178,7 +183,10 @@ class RedisLedger:
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
-            replay(self._index, fields[b"kind"], fields[b"data"])
+            kind, data = fields[b"kind"], fields[b"data"]
+            if fields.get(b"checksum", _checksum(kind, data)) != _checksum(kind, data):  # older programs wrote none
+                raise msgspec.ValidationError("it has changed since it was written, its checksum says")
+            replay(self._index, kind, data)
         except (msgspec.MsgspecError, KeyError, LedgerError) as error:
             raise LedgerError(
                 f"the ledger {self._where} is damaged at operation {number}: {error}",

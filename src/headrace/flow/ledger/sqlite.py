@@ -16,6 +16,7 @@ from headrace.errors import LedgerError
 from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.migrate import migrate
+from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, seal_all, seal_rows
 from headrace.flow.ledger.turns import decode_turns, join_parts
 from headrace.flow.ledger.upkeep import LogCopier
 from headrace.flow.ledger.writing import Writing
@@ -31,6 +32,8 @@ CLOSE_S = 1.0
 """How long the end waits for whoever is at it."""
 COPY_BYTES = 4 << 20
 """The log is copied into the database each time it has grown by about this much."""
+ADOPTED = "the rows of this ledger were given checksums as they were found"
+"""What a ledger notes that an older program has begun."""
 _TRANSACTION_BYTES = 16 << 10
 """About what the log grows by with each transaction, beside what it holds."""
 
@@ -40,7 +43,8 @@ class SqliteLedger:
 
     ``group_size`` and ``groups_per_step`` are written down with a new ledger; one that was begun with others is
     refused, because its groups could not be told from this run's. ``checked`` reads an existing file from end to end
-    before it is used: damage is found now and not at the step that comes upon it.
+    before it is used, and compares every row with its checksum: damage is found now and not at the step that comes upon
+    it, or never.
     """
 
     def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int, checked: bool = False) -> None:
@@ -51,11 +55,15 @@ class SqliteLedger:
         with self._explained("opened"):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             try:
+                checksum_rows(self._db)
                 if checked:
                     self._check_pages()
                 self._db.execute("PRAGMA synchronous=OFF")  # a new file has nothing to lose yet
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
+                migrate(self._db, str(self._path), self._seal)
+                if checked:
+                    self._check_rows()
                 self._prepare({"group_size": group_size, "groups_per_step": groups_per_step})
             except BaseException:
                 self._db.close()
@@ -63,7 +71,7 @@ class SqliteLedger:
         self._books = Books(self._db, group_size)
 
     @classmethod
-    def open(cls, path: Path) -> SqliteLedger:
+    def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
         """An existing ledger, for reading or resuming. :class:`~headrace.errors.LedgerError` if there is none."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
@@ -71,11 +79,11 @@ class SqliteLedger:
             with closing(sqlite3.connect(path)) as db:
                 meta = dict(db.execute("SELECT key, value FROM meta"))
             group_size, groups_per_step = int(meta["group_size"]), int(meta["groups_per_step"])
-        except (sqlite3.Error, KeyError, ValueError) as error:
+        except (sqlite3.Error, KeyError, ValueError) as error:  # a text of it that is no UTF-8 is a ValueError
             raise LedgerError(
                 f"{path} is not a ledger: {error}", remedy="restore the file, or start a new run directory"
             ) from None
-        return cls(path, group_size=group_size, groups_per_step=groups_per_step)
+        return cls(path, group_size=group_size, groups_per_step=groups_per_step, checked=checked)
 
     def apply(self, *operations: Operation) -> None:
         with self._explained("written"):
@@ -100,6 +108,7 @@ class SqliteLedger:
             )  # its step is in the checkpoint
             for table in ("steps", "learned"):
                 self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
+            self._db.execute(seal_rows("groups"))
         with self._explained("read"):
             rows = self._db.execute(
                 "SELECT number, row, state, oldest_version, step FROM groups WHERE state IN (?, ?) ORDER BY number",
@@ -209,17 +218,24 @@ class SqliteLedger:
 
     def _check_pages(self) -> None:
         try:
-            found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA quick_check(3)")]
+            found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
             raise  # a full disk, say: nothing is known of the file
         except sqlite3.DatabaseError as error:
             found = [str(error)]
         if found != ["ok"]:
-            raise LedgerError(
-                f"the ledger {self._path} is damaged ({'; '.join(found)}), and its write-ahead log does not mend it; "
-                f"{self._last_step()}",
-                remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
-            )
+            raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not mend it")
+
+    def _check_rows(self) -> None:
+        found = damage(self._db)
+        if found:
+            raise self._damaged(found, "")
+
+    def _damaged(self, found: str, why_not_mended: str) -> LedgerError:
+        return LedgerError(
+            f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._last_step()}",
+            remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
+        )
 
     def _last_step(self) -> str:
         try:
@@ -228,9 +244,16 @@ class SqliteLedger:
             return "not even its steps can be read"
         return "it holds no step" if step is None else f"the last step that can be read is {step}"
 
+    def _seal(self, before: int) -> None:
+        """Give what is there its checksums, as the last part of a migration from format ``before``."""
+        if before:
+            detail = f"{ADOPTED}: an older program wrote them, in format {before}"
+            self._db.execute(insert("notes"), (next_id(self._db, "notes"), "checksums", detail, 0.0))
+        seal_all(self._db)
+
     def _prepare(self, expected: dict[str, int]) -> None:
-        migrate(self._db, str(self._path))
-        self._db.executemany("INSERT OR IGNORE INTO meta VALUES (?, ?)", expected.items())
+        stated = [(key, str(value)) for key, value in expected.items()]
+        self._db.executemany(insert("meta", otherwise="OR IGNORE"), stated)
         for key, value in self._db.execute("SELECT key, value FROM meta").fetchall():
             if str(expected.get(key, value)) != value:
                 raise LedgerError(

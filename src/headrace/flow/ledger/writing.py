@@ -20,6 +20,7 @@ from headrace.flow.ledger.base import (
     Submit,
 )
 from headrace.flow.ledger.bundles import bundled, encode_bundle
+from headrace.flow.ledger.rows import insert, next_id, seal_rows
 from headrace.flow.ledger.turns import encode_learned, encode_part
 from headrace.types.episode import EpisodeKey
 from headrace.types.group import GroupState
@@ -48,10 +49,9 @@ class Writing:
         self._write_moves()
 
     def _submit(self, op: Submit) -> None:
-        self._db.executemany(
-            "INSERT INTO groups (number, row, state, submitted_s, moved_s) VALUES (?, ?, ?, ?, ?)",
-            [(n, row, GroupState.SUBMITTED, op.at_s, op.at_s) for n, row in zip(op.numbers, op.rows, strict=True)],
-        )  # fmt: skip
+        rest = (GroupState.SUBMITTED, "", 0, None, float(op.at_s), float(op.at_s))
+        rows = [(number, row, *rest) for number, row in zip(op.numbers, op.rows, strict=True)]
+        self._db.executemany(insert("groups"), rows)
 
     def _move(self, op: Move) -> None:
         for number in op.numbers:
@@ -68,6 +68,7 @@ class Writing:
         taken = [(op.step, number) for number, op in moves.items() if op.step is not None]
         if taken:  # apart: to name a column of an index is to write the index
             self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", taken)
+        self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
     def _stream(self, op: Stream) -> None:
         self._write_ended()
@@ -78,11 +79,8 @@ class Writing:
                 continue
             blob = encode_part(part)
             self.num_bytes += len(blob)
-            self._db.execute(
-                "INSERT INTO parts (group_number, position, turn, prompt, sampled_tokens, tokens)"
-                " VALUES (?, ?, ?, ?, ?, ?)",
-                (*part.key, part.turn, part.prompt, len(part.tokens), blob),
-            )
+            row = (next_id(self._db, "parts"), *part.key, part.turn, part.prompt, len(part.tokens), blob)
+            self._db.execute(insert("parts"), row)
 
     def _lose(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
         """The parts of an episode, or of one of its turns, are void; all but ``kept`` of their tokens with them."""
@@ -94,9 +92,11 @@ class Writing:
         self._db.execute(f"DELETE FROM parts {those}", at)
         if tokens > kept:
             self._db.execute(
-                "INSERT INTO lost_tokens VALUES (?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
+                "INSERT INTO lost_tokens (reason, tokens) VALUES (?, ?)"
+                " ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens",
                 (reason, tokens - kept),
             )
+            self._db.execute(seal_rows("lost_tokens", "reason = ?"), (reason,))
 
     def _end_episode(self, op: EndEpisode) -> None:
         self._ended.append(op)
@@ -111,18 +111,19 @@ class Writing:
         for episodes in bundled([op.episode for op in ended]):
             blob, told = encode_bundle(episodes)
             self.num_bytes += len(blob)
-            bundle = self._db.execute("INSERT INTO bundles (turns) VALUES (?)", (blob,)).lastrowid
+            bundle = next_id(self._db, "bundles")
+            self._db.execute(insert("bundles"), (bundle, blob))
             for entry, (episode, sampled) in enumerate(zip(episodes, told, strict=True)):
                 if any_parts:
                     self._lose(episode.key, "discarded", kept=sampled.count)
                 rows.append(
                     (
-                        *episode.key, episode.status, episode.cause, episode.reward,
-                        sampled.count, sampled.oldest, sampled.newest, next(at).at_s,
+                        *episode.key, episode.status, episode.cause, _real(episode.reward),
+                        sampled.count, sampled.oldest, sampled.newest, _real(next(at).at_s),
                         _words(episode.parts), _words(episode.agent_rewards), bundle, entry,
                     )
                 )  # fmt: skip
-        self._db.executemany("INSERT OR REPLACE INTO episodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        self._db.executemany(insert("episodes", otherwise="OR REPLACE"), rows)
 
     def _drop_episodes(self, op: DropEpisodes) -> None:
         self._write_ended()
@@ -133,24 +134,25 @@ class Writing:
             )
             if changed.rowcount != 1:
                 raise sqlite3.IntegrityError(f"episode {EpisodeKey(op.number, place)} has not ended")
+            self._db.execute(seal_rows("episodes", "group_number = ? AND position = ?"), (op.number, place))
 
     def _end_step(self, op: EndStep) -> None:
         self._db.execute(
-            "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)",
-            (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), op.at_s),
+            insert("steps", otherwise="OR REPLACE"),
+            (op.step, op.trained_tokens, json.dumps(op.dropped_tokens), json.dumps(op.ages), float(op.at_s)),
         )
         if op.learned is not None:
             blob = encode_learned(op.learned)
             self.num_bytes += len(blob)
-            self._db.execute("INSERT OR REPLACE INTO learned VALUES (?, ?)", (op.step, blob))
+            self._db.execute(insert("learned", otherwise="OR REPLACE"), (op.step, blob))
         self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))
 
     def _commit_version(self, op: CommitVersion) -> None:
-        self._db.execute("INSERT OR REPLACE INTO versions VALUES (?, ?, ?)", (op.version, op.checksum, op.at_s))
+        self._db.execute(insert("versions", otherwise="OR REPLACE"), (op.version, op.checksum, float(op.at_s)))
         self._move(Move(numbers=op.numbers, state=GroupState.RELEASED, at_s=op.at_s))
 
     def _note(self, op: Note) -> None:
-        self._db.execute("INSERT INTO notes (kind, detail, at_s) VALUES (?, ?, ?)", (op.kind, op.detail, op.at_s))
+        self._db.execute(insert("notes"), (next_id(self._db, "notes"), op.kind, op.detail, float(op.at_s)))
 
     _WRITE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
         Submit: _submit,
@@ -176,6 +178,11 @@ def _after(before: Move, op: Move) -> Move:
         step=before.step if op.step is None else op.step,
         reason=op.reason,
     )
+
+
+def _real(value: float | None) -> float | None:
+    """Return the number as a REAL column holds it: it knows no negative zero."""
+    return None if value is None else float(value) + 0.0
 
 
 def _words(rewards: Mapping[str, float]) -> str:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
+from headrace.learner.checksums import checksums_of, seal
 from headrace.learner.companions.base import Companion
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush, free_bytes
 from headrace.learner.parallel.load import load_sharded
@@ -35,6 +36,17 @@ from headrace.models.weights import is_adapted, kept_as, weight_tensors
 
 _STEP, _UPDATES = "step", "updates"
 _RANDOM_STATE = "random_state.cpu"
+
+
+class _Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has written."""
+
+    names: list[str]
+    """The weights in its file."""
+    sums: dict[str, str]
+    """The checksum of each of its files: the rank that wrote a file hashes it."""
+    problem: str
+    """Why it could not write; empty where it could."""
 
 
 class Snapshot:
@@ -63,6 +75,7 @@ class Snapshot:
             snapshot.save(directory, self._model, self._optimizer.adamw, extras)
             return
         names: list[str] = []
+        sums: dict[str, str] = {}
         problem = ""
         weights, moments = self._weights(), self._moments()
         try:
@@ -76,12 +89,14 @@ class Snapshot:
             save_file(moments, directory / self._file("optimizer"), metadata=numbers)
             for file, tensors in beside.items():
                 save_file(tensors, directory / file)
+            sums = checksums_of(directory, [directory / self._file(kind) for kind in ("model", "optimizer")])
+            sums |= checksums_of(directory, [directory / file for file in beside])
             if self._ranks.leads:
                 self._small_files(directory, model_dir)
         except (OSError, SafetensorError) as error:
             problem = f"rank {self._ranks.rank}: {error}"
-        said = self._ranks.gather(msgspec.json.encode((names, problem)))
-        self._finish(directory, [msgspec.json.decode(one, type=tuple[list[str], str]) for one in said])
+        said = self._ranks.gather(msgspec.json.encode(_Written(names=names, sums=sums, problem=problem)))
+        self._finish(directory, [msgspec.json.decode(one, type=_Written) for one in said])
 
     def restore_weights(self, directory: Path) -> None:
         """Copy the weights that were saved into the model, in place.
@@ -210,13 +225,14 @@ class Snapshot:
             for path in model_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)
 
-    def _finish(self, directory: Path, said: list[tuple[list[str], str]]) -> None:
-        """The index and the flush, or the removal; every rank waits for it."""
-        problems = [problem for _, problem in said if problem]
+    def _finish(self, directory: Path, said: list[_Written]) -> None:
+        """The index, the checksums and the flush, or the removal; every rank waits for it."""
+        problems = [one.problem for one in said if one.problem]
         if self._ranks.leads and not problems:
             try:
                 if len(said) > 1:
-                    _write_index(directory, [names for names, _ in said])
+                    _write_index(directory, [one.names for one in said])
+                seal(directory, {name: found for one in said for name, found in one.sums.items()})
                 flush(directory)
             except OSError as error:
                 problems.append(str(error))

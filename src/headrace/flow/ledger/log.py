@@ -1,0 +1,135 @@
+"""Whether the write-ahead log of a SQLite file is whole.
+
+SQLite takes a log up to the first frame that does not fit its checksum, and what comes behind it is gone without a
+word: right after a kill, which leaves at most a transaction that was never committed, and wrong where a bit has flipped
+in the middle. The format is that of https://www.sqlite.org/fileformat2.html#walformat.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from headrace.errors import LedgerError
+
+_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+_MAGIC = 0x377F0682
+"""The lowest bit says whether the checksums take words of four bytes as big-endian."""
+_WORD = 0xFFFFFFFF
+_Matrix = tuple[int, int, int, int]
+_FRAMES_AT_ONCE = 256
+
+
+def refuse_damaged_log(database: Path) -> None:
+    """Raise :class:`~headrace.errors.LedgerError` where transactions that were committed stand behind a damaged frame.
+
+    Nobody may have the database open. A log that was last written before this machine started may have been cut by a
+    loss of power: SQLite takes what it can of it.
+    """
+    path = database.with_name(f"{database.name}-wal")
+    if not path.exists() or path.stat().st_size <= _HEADER_BYTES or path.stat().st_mtime < psutil.boot_time():
+        return
+    with path.open("rb") as file:
+        header = file.read(_HEADER_BYTES)
+        page_bytes = database_page_bytes(database)
+        frame_bytes = _FRAME_HEADER_BYTES + page_bytes
+        frames = (path.stat().st_size - _HEADER_BYTES) // frame_bytes
+        whole = _whole_frames(header, file, page_bytes)
+        if whole < frames and _holds_commit(header, file, whole, frame_bytes):
+            raise LedgerError(
+                f"the ledger's write-ahead log {path} is damaged at frame {whole + 1} of {frames}: transactions that "
+                "were recorded behind it would be lost",
+                remedy=f"restore it from a copy; to go on from what {database.name} holds without it: "
+                f"mv {path} {path}.damaged, and the same command again",
+            )
+
+
+def database_page_bytes(database: Path) -> int:
+    """Return the size of the pages of a SQLite file."""
+    with database.open("rb") as file:
+        found = int.from_bytes(file.read(18)[16:18], "big")
+    return found if 512 <= found <= 32768 and not found & (found - 1) else 65536
+
+
+def _whole_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
+    """Return how many frames fit their checksums, from the first on; ``file`` stands behind the header."""
+    magic, _, stated_bytes, *_ = struct.unpack(">6I", header[:24])
+    order = ">" if magic & 1 else "<"
+    sums = _add((0, 0), _shares(np.frombuffer(header[:24], f"{order}u4").reshape(1, -1))[0], 3)
+    if magic & ~1 != _MAGIC or stated_bytes != page_bytes or sums != struct.unpack(">2I", header[24:]):
+        return 0
+    frame_bytes = _FRAME_HEADER_BYTES + page_bytes
+    whole = 0
+    while data := file.read(_FRAMES_AT_ONCE * frame_bytes):
+        held = np.frombuffer(data[: len(data) // frame_bytes * frame_bytes], np.uint8).reshape(-1, frame_bytes)
+        words = np.ascontiguousarray(np.hstack([held[:, :8], held[:, _FRAME_HEADER_BYTES:]])).view(f"{order}u4")
+        for frame, parts in zip(held, _shares(words), strict=True):
+            _, _, *salts, first, second = struct.unpack(">6I", frame[:_FRAME_HEADER_BYTES].tobytes())
+            sums = _add(sums, parts, (8 + page_bytes) // 8)
+            if tuple(salts) != struct.unpack(">2I", header[16:24]) or sums != (first, second):
+                return whole
+            whole += 1
+    return whole
+
+
+def _holds_commit(header: bytes, file: BinaryIO, whole: int, frame_bytes: int) -> bool:
+    """Return whether a frame behind the first ``whole`` ones ends a transaction of the same generation of the log.
+
+    Frames of the generation before, which the log has not overwritten yet, differ from it in both salts.
+    """
+    salts = struct.unpack(">2I", header[16:24])
+    file.seek(_HEADER_BYTES + whole * frame_bytes)
+    while len(frame := file.read(frame_bytes)) == frame_bytes:
+        _, pages_after_commit, first, second = struct.unpack(">4I", frame[:16])
+        if pages_after_commit and (first == salts[0] or second == salts[1]):
+            return True
+    return False
+
+
+# The checksum s = (s0, s1) goes over pairs of words (x, y): s0 += x + s1, then s1 += y + s0, modulo 2^32. That is
+# s' = M s + N (x, y), so n pairs add up to M^n s + the sum of M^(n - 1 - i) N (x_i, y_i), of all frames at once.
+
+_M: _Matrix = (1, 1, 1, 2)
+_N: _Matrix = (1, 0, 1, 1)
+
+
+def _times(a: _Matrix, b: _Matrix) -> _Matrix:
+    return (
+        (a[0] * b[0] + a[1] * b[2]) & _WORD,
+        (a[0] * b[1] + a[1] * b[3]) & _WORD,
+        (a[2] * b[0] + a[3] * b[2]) & _WORD,
+        (a[2] * b[1] + a[3] * b[3]) & _WORD,
+    )
+
+
+@cache
+def _powers(count: int) -> list[_Matrix]:
+    """Return M to the powers 0 to ``count``."""
+    found: list[_Matrix] = [(1, 0, 0, 1)]
+    for _ in range(count):
+        found.append(_times(_M, found[-1]))
+    return found
+
+
+def _shares(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Return what the words of each row add to the checksum, as one pair for each row."""
+    pairs = words.shape[1] // 2
+    weights = np.array([_times(power, _N) for power in reversed(_powers(pairs)[:pairs])], np.uint32)
+    own = words.astype(np.uint32)
+    return np.stack(
+        [(own * weights[:, [at, at + 1]].reshape(-1)).sum(axis=1, dtype=np.uint32) for at in (0, 2)], axis=1
+    )
+
+
+def _add(sums: tuple[int, int], share: npt.NDArray[np.uint32], pairs: int) -> tuple[int, int]:
+    """Return the checksum after ``pairs`` more pairs of words, which add ``share``."""
+    power = _powers(pairs)[pairs]
+    first = power[0] * sums[0] + power[1] * sums[1] + int(share[0])
+    second = power[2] * sums[0] + power[3] * sums[1] + int(share[1])
+    return first & _WORD, second & _WORD

@@ -1,0 +1,112 @@
+"""Checksums of the rows of a ledger's database, so that a bit that flips on the disk is found before it is trained on.
+
+Each table has a last column ``row_checksum``: XXH3 with 64 bits over the other columns of the row, in order. Whoever
+writes a row writes it in the same statement, or calls :func:`seal_rows` in the same transaction. The table ``meta``
+holds a checksum of the schema beside them. SQLite itself finds what breaks the structure of its file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from functools import cache
+
+import msgspec
+import xxhash
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "groups": ("number", "row", "state", "reason", "oldest_version", "step", "submitted_s", "moved_s"),
+    "episodes": (
+        *("group_number", "position", "status", "cause", "reward", "sampled_tokens", "oldest_version"),
+        *("newest_version", "ended_s", "reward_parts", "agent_rewards", "bundle", "entry"),
+    ),
+    "bundles": ("id", "turns"),
+    "parts": ("id", "group_number", "position", "turn", "prompt", "sampled_tokens", "tokens"),
+    "lost_tokens": ("reason", "tokens"),
+    "steps": ("step", "trained_tokens", "dropped_tokens", "ages", "trained_s"),
+    "learned": ("step", "tokens"),
+    "versions": ("version", "checksum", "committed_s"),
+    "notes": ("id", "kind", "detail", "at_s"),
+    "meta": ("key", "value"),
+}
+"""The columns of each table that its checksum covers: all but the checksum. The first one names the row."""
+_SCHEMA = "schema"
+"""The key in ``meta`` of the checksum of the schema."""
+
+
+def checksum_rows(db: sqlite3.Connection) -> None:
+    """Let the statements of ``db`` call ``row_checksum(...)``; to be called before anything is written with it."""
+    db.create_function("row_checksum", -1, _row_checksum, deterministic=True)
+
+
+def _row_checksum(*values: int | float | str | bytes | None) -> bytes:
+    return xxhash.xxh3_64_digest(msgspec.msgpack.encode(values))
+
+
+@cache
+def insert(table: str, *, otherwise: str = "") -> str:
+    """Return the statement that writes one row with its checksum, whose values are all of :data:`COLUMNS`.
+
+    Numbers of REAL columns must be given as floats: the checksum is of what is given. ``otherwise``: ``"OR REPLACE"``,
+    say.
+
+    >>> insert("lost_tokens")
+    'INSERT  INTO lost_tokens (reason, tokens, row_checksum) VALUES (?1, ?2, row_checksum(?1, ?2))'
+    """
+    columns = COLUMNS[table]
+    values = ", ".join(f"?{place}" for place in range(1, len(columns) + 1))
+    return (
+        f"INSERT {otherwise} INTO {table} ({', '.join(columns)}, row_checksum)"
+        f" VALUES ({values}, row_checksum({values}))"
+    )
+
+
+@cache
+def seal_rows(table: str, where: str = "") -> str:
+    """Return the statement that makes the checksums of rows anew, after others of their columns were updated."""
+    columns = ", ".join(COLUMNS[table])
+    return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
+
+
+def next_id(db: sqlite3.Connection, table: str) -> int:
+    """Return the ``id`` of the next row of ``table``, which its checksum covers."""
+    return int(db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
+
+
+def seal_all(db: sqlite3.Connection) -> None:
+    """Give every row its checksum, and the schema: after a migration."""
+    for table in COLUMNS:
+        db.execute(seal_rows(table))
+    db.execute(insert("meta", otherwise="OR REPLACE"), (_SCHEMA, _schema(db)))
+
+
+def damage(db: sqlite3.Connection) -> str:
+    """Return which rows are not what was written, or that the schema is not; empty where all is as it was."""
+    found = [_changed_rows(db, table) for table in COLUMNS]
+    sealed = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
+    if sealed is None or sealed[0] != _schema(db):
+        found.append("its schema has changed since it was written")
+    return "; ".join(filter(None, found))
+
+
+def _changed_rows(db: sqlite3.Connection, table: str) -> str:
+    columns = COLUMNS[table]
+    changed = f"FROM {table} WHERE row_checksum IS NOT row_checksum({', '.join(columns)})"
+    try:
+        (count,) = db.execute(f"SELECT count(*) {changed}").fetchone()
+        if not count:
+            return ""
+        (first,) = db.execute(f"SELECT {columns[0]} {changed} LIMIT 1").fetchone()
+        rows = f"{count} rows of its table {table} have" if count > 1 else f"1 row of its table {table} has"
+        return f"{rows} changed since it was written (the first: {columns[0]} {first})"
+    except sqlite3.OperationalError as error:
+        if "user-defined function" not in str(error) and "decode" not in str(error):
+            raise
+        return f"its table {table} holds text that is no text"
+
+
+def _schema(db: sqlite3.Connection) -> str:
+    rows: Sequence[tuple[str, ...]] = db.execute(
+        "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
+    ).fetchall()
+    return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(rows))

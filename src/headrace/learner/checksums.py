@@ -1,0 +1,122 @@
+"""Checksums of the files of a directory, in a file beside them.
+
+    seal ──▶ checksums.xxh3: one line for each file, "HASH  NAME", as ``xxh128sum`` writes it
+    verify ◀── before anything in the directory is used
+
+Each line is XXH3 with 128 bits over the bytes of one file. A damaged line does not fit its file, so the file of
+checksums needs none of its own. ``xxh128sum -c checksums.xxh3`` gives the same answer without Headrace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import xxhash
+
+from headrace.errors import DataError
+
+CHECKSUMS_FILE = "checksums.xxh3"
+_HASH_DIGITS = 32
+_PIECE_BYTES = 1 << 22
+
+
+class Damaged(DataError):
+    """A file is not what it was when it was written."""
+
+
+def checksum(path: Path) -> str:
+    """Return the hash of the bytes of one file, in hexadecimal."""
+    hashed, piece = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(piece):
+            hashed.update(piece[:num_bytes])
+    return hashed.hexdigest()
+
+
+def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Return the hash of each of ``files``, by its path within ``directory``."""
+    return {path.relative_to(directory).as_posix(): checksum(path) for path in files}
+
+
+def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Write down the hash of every file below ``directory``.
+
+    ``known`` are hashes that were computed where their files were written; those that an earlier call wrote down are
+    kept too, so that no file is read twice. ``OSError`` where a file cannot be read or written.
+    """
+    listed = {**listed_checksums(directory), **(known or {})}
+    new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]
+    listed |= checksums_of(directory, [path for path in new if path.name != CHECKSUMS_FILE])
+    write_checksums(directory, listed)
+
+
+def write_checksums(directory: Path, listed: Mapping[str, str]) -> None:
+    """Write the file of checksums, so that a reader sees the old one or the new one."""
+    text = "".join(f"{found}  {name}\n" for name, found in sorted(listed.items()))
+    temporary = directory / f".{CHECKSUMS_FILE}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(directory / CHECKSUMS_FILE)
+
+
+def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
+    """Compare the files of ``directory`` with their checksums; return whether there are any checksums.
+
+    ``names`` limits it to some files, which must be listed. Raises :class:`Damaged`, which names the first file that is
+    missing or has changed.
+    """
+    if not (directory / CHECKSUMS_FILE).exists():
+        return False
+    listed = listed_checksums(directory)
+    for name in listed if names is None else names:
+        problem = _difference(directory / name, listed.get(name))
+        if problem:
+            raise Damaged(f"{directory / name} {problem}", remedy=_REMEDY)
+    return True
+
+
+def verify_model(directory: Path) -> bool:
+    """Verify what a model or an adapter is loaded from, and not the optimizer; return whether there are any checksums.
+
+    The checksums of a snapshot cover the adapters of agents in it, so those of the directory two above count too.
+    """
+    found = False
+    for sealed in (directory, directory.parent.parent):
+        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith("optimizer")])
+    return found
+
+
+_REMEDY = f"copy it again from where it is whole; if you have changed it on purpose, remove {CHECKSUMS_FILE} beside it"
+
+
+def _difference(path: Path, expected: str | None) -> str:
+    """Return how a file differs from its line; empty where it does not."""
+    if expected is None:
+        return f"has no line in {CHECKSUMS_FILE} beside it: one of the two has changed since they were written"
+    try:
+        found = checksum(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if found == expected:
+        return ""
+    return f"has changed since it was written: its checksum is {found}, and {CHECKSUMS_FILE} beside it says {expected}"
+
+
+def listed_checksums(directory: Path) -> dict[str, str]:
+    """Return the hashes that are written down in ``directory``, by path; empty where there are none."""
+    path = directory / CHECKSUMS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damaged(f"{path} cannot be read: {error}", remedy=_REMEDY) from None
+    wrong = [number for number, line in enumerate(lines[:-1], 1) if line[_HASH_DIGITS : _HASH_DIGITS + 2] != "  "]
+    if wrong or lines[-1]:
+        at = wrong[0] if wrong else len(lines)
+        raise Damaged(f"{path}, line {at}: it is no hash and a name", remedy=_REMEDY)
+    return {line[_HASH_DIGITS + 2 :]: line[:_HASH_DIGITS] for line in lines[:-1]}
+
+
+def _name(directory: Path, path: Path) -> str:
+    return path.relative_to(directory).as_posix()
