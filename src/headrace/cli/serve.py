@@ -114,6 +114,7 @@ def _refuse_no_model(path: str) -> None:
 def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
     facts, out = loaded.facts, console()
     kernels, *why = str(facts["kernels"]).split("; ")
+    why = [str(facts["fallback"])] if "fallback" in facts else why
     chat = loaded.words.has_template
     route, body = (
         ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}]')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -98,6 +99,8 @@ class Policy:
             clock=self._clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
         )
+        if "fallback" in (facts := self._core.facts()):
+            warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)
         usual = Sampling(
             max_new_tokens=config.engine.max_new_tokens,
             temperature=config.engine.temperature,

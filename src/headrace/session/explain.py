@@ -17,6 +17,7 @@ from headrace.learner.companions.fit import columns_of
 from headrace.models.devices import CPU
 from headrace.observe.words import plural
 from headrace.session.config import RunConfig
+from headrace.session.engine_fit import slower_here
 from headrace.session.prepare import Prepared
 
 
@@ -141,6 +142,7 @@ def _here(prepared: Prepared, cores: int) -> list[str]:
         f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
         *_where(prepared),
+        *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
     ]
 
 

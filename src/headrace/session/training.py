@@ -171,6 +171,8 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
+            for words in (each["fallback"] for each in facts.values() if "fallback" in each):
+                watching.controller.state.warn(str(words))
             return watching.controller
 
         summary = await _run(order, control, start, Watchers(watching=watching, interrupts=interrupts))
@@ -297,6 +299,7 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
         written_s=world.parts.clock.wall(),
         components=components,
         waits=controller.state.board.in_words().splitlines(),
+        warnings=controller.state.warnings,
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 
