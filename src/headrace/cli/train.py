@@ -10,6 +10,7 @@ import typer
 from headrace.cli.output import console, print_json, resumable
 
 if TYPE_CHECKING:
+    from headrace.session.config import RunConfig
     from headrace.session.prepare import Prepared
 
 LIKE_HELP = "Take what the run file leaves open from a recipe: --like areal (see: headrace recipes)."
@@ -44,12 +45,9 @@ def train(
     if dry_run:
         from headrace.session.prepare import Inputs, prepare
 
-        prepared = prepare(config, Inputs())
+        prepared = prepare(config, Inputs(), weights=False)
         with opened(replay or "", prepared, resume=resume):
-            if as_json:
-                print_json(config.model_dump(mode="json"))
-            else:
-                _show(prepared, defaults=defaults)
+            _show(prepared, config, defaults=defaults, as_json=as_json)
         return
     from headrace.cli.ending import show_summary
     from headrace.observe.words import plural
@@ -70,8 +68,11 @@ def train(
             console().print(f"replayed {replay}: {agreed}, bit for bit", style="bold")
 
 
-def _show(prepared: Prepared, *, defaults: bool) -> None:
+def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: bool) -> None:
     """What a dry run says: what will happen, what it follows from, and on request all the rest."""
+    if as_json:
+        print_json(config.model_dump(mode="json"))
+        return
     from headrace.cli.ahead import plan_line
     from headrace.session.explain import changed_in_words, every_setting, explain
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import DataError, HeadraceError, visible
+from headrace.models.hub import called, is_hub_name
 from headrace.observe.account import account_of
 from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
 from headrace.observe.summary import observed
@@ -109,7 +110,8 @@ def run_about(config: Mapping[str, Any]) -> str:
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
-    return visible(" · ".join(_called(Path(value)) for value in values if isinstance(value, str) and value))
+    known = [value for value in values if isinstance(value, str) and value]
+    return visible(" · ".join(called(value) if is_hub_name(value) else _called(Path(value)) for value in known))
 
 
 def _called(path: Path) -> str:

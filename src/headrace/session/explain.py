@@ -15,6 +15,7 @@ from headrace.environ import num_cores
 from headrace.launch.config import threads
 from headrace.learner.companions.fit import columns_of
 from headrace.models.devices import CPU
+from headrace.models.hub import pinned
 from headrace.observe.words import plural
 from headrace.session.config import RunConfig
 from headrace.session.engine_fit import slower_here
@@ -69,7 +70,7 @@ def changed(config: RunConfig) -> list[Changed]:
     """The settings of a run that differ from their defaults, in the order of a run file."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", config.model.path, None, _sentence(config.model, "path")),
+        Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
         *_changed(config, usual, ""),
     ]
 

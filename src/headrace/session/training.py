@@ -39,6 +39,7 @@ from headrace.session.directory import (
     read_summary,
     write_json,
 )
+from headrace.session.models import as_recorded, with_recorded_models
 from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.repeating import Comparison, Recording, opened
@@ -78,6 +79,8 @@ def train(
     """
     refuse_inside_a_run()
     loaded = load_config(config, overrides)
+    if resume and loaded.run.dir:
+        loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
         forks = stack.enter_context(forking(loaded.launch))  # it imports while the run is prepared
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
@@ -142,7 +145,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
         books: list[Ledger] = []
         if has_ledger(run_dir):  # one that does not fit is refused before anything is launched
             books.append(_open_books(config, run_dir, stack, start))
-        write_json(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
+        write_json(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         watching = Watching(config, run_dir, RealClock(), stack)
         order = _order(life, start, watching)
