@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -39,7 +40,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 BEGIN, USE, LOOK, PLAN = "Begin and train", "Use what was trained", "Look at a run", "Plan, compare and measure"
-for group, verbs in {
+VERBS: dict[str, dict[str, Callable[..., None]]] = {
     BEGIN: {"init": init.init, "train": train.train, "demo": demo.demo, "recipes": recipes.recipes, "join": join.join},
     USE: {"eval": evaluate.evaluate, "export": export.export, "serve": serve.serve},
     LOOK: {
@@ -47,7 +48,8 @@ for group, verbs in {
         "ledger": ledger.ledger, "trace": trace.trace,
     },
     PLAN: {"plan": plan.plan, "compare": compare.compare, "bench": bench.bench},
-}.items():  # fmt: skip
+}  # fmt: skip
+for group, verbs in VERBS.items():
     for name, verb in verbs.items():
         app.command(name, rich_help_panel=group, help=bench.HELP if verb is bench.bench else None)(verb)
 app.add_typer(check.app, name="check", rich_help_panel=BEGIN)
