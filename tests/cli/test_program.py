@@ -133,9 +133,9 @@ def test_a_dry_run_says_what_would_happen_and_starts_nothing(program: Program, r
     said = program("train", run_file, "--dry-run", "--set", "flow.max_age=2", "--set", "run.steps=6")
     assert (said.code, said.err) == (0, "")
     for words in (
-        "[flow]\n", "max_age = 2\n", "lead = (unset)\n", "12 tasks, 0 held out; 6 steps of 2 groups × 4 = 8 episodes",
-        "1 epochs", "Up to 4 new tokens, 10 with the prompt; generation runs up to 2 batches ahead",
-        "Engine: 1 threads; learner: 1 threads",
+        "12 tasks, 0 held out; 6 steps of 2 groups × 4 = 8 episodes",
+        "1 epoch.", "Up to 4 new tokens, 10 with the prompt; generation runs up to 2 batches ahead",
+        "Engine: 1 thread; learner: 1 thread;",
     ):  # fmt: skip
         assert words in said.out
     tree = json.loads(program("train", run_file, "--dry-run", "--json").out)
@@ -145,6 +145,25 @@ def test_a_dry_run_says_what_would_happen_and_starts_nothing(program: Program, r
     assert not (run_file.parent / "run").exists()
     assert "take turns" in program("train", run_file, "--dry-run", "--set", "flow.max_age=0").out
     assert "Plan (" in said.out
+
+
+def test_a_dry_run_begins_with_what_it_means_and_prints_only_what_is_set(program: Program, run_file: Path) -> None:
+    given = ("--set", "flow.max_age=2", "--set", "learner.reference.kind=ema", "--set", "flow.filters=['length']")
+    said = program("train", run_file, "--dry-run", *given).out
+    assert said.startswith("12 tasks, 0 held out;")
+    assert "  flow.max_age = 2  (default 1)\n      The staleness bound: no token is trained by a learner" in said
+    assert '  learner.reference = {"kind": "ema"}  (default (unset))\n' in said
+    assert "  flow.filters = [{" in said
+    for usual in ("flow.order", "learner.eps", "[flow]", "(unset)\n\n"):
+        assert usual not in said
+    assert said.count("\n") < 60
+    assert "--dry-run --defaults prints them all" in said
+    everything = program("train", run_file, "--dry-run", "--defaults", *given).out
+    assert everything.startswith("12 tasks, 0 held out;")
+    assert "\n[flow]\n" in everything
+    assert "\nmax_age = 2\n" in everything
+    assert "\nlead = (unset)\n" in everything
+    assert program("train", run_file, "--defaults").code == 2
 
 
 def test_a_dry_run_on_a_cluster_says_where_its_plan_is(run_file: Path) -> None:

@@ -53,6 +53,7 @@ def step_spans(step: int) -> list[Span]:
 
 
 def write_run(directory: Path, num_steps: int, *, name: str = "arithmetic", **summary: object) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
     with JsonlWriter[StepRecord](directory / "metrics.jsonl") as metrics:
         metrics.write(step_record(step) for step in range(num_steps))
     with JsonlWriter[Span](directory / "trace.jsonl") as trace:

@@ -5,15 +5,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from headrace.errors import DataError, RunError
 from headrace.observe import JsonlWriter, write_report
-from headrace.observe.pictures.reward import evaluations
+from headrace.observe.pictures import LIGHT
+from headrace.observe.pictures.reward import draw_reward
 from headrace.observe.pictures.timeline import lanes_of, training, zoom_window
 from headrace.observe.rundata import load_run
+from headrace.observe.summary import evaluations
 from headrace.types.observation import StepRecord
 from headrace.types.trace import Span
-from tests.observe.synthetic import CLOCK_ZERO, MakeRun, step_record
+from tests.observe.synthetic import CLOCK_ZERO, MakeRun, step_record, write_run
 
 HOSTILE = "<script>alert(1)</script> '\"><img src=x onerror=y> \x1b[31m \u202e $\\frac{"
 
@@ -132,7 +135,39 @@ def test_evaluations_before_during_and_after_are_points_by_version(make_run: Mak
     run = make_run(9)
     with JsonlWriter[StepRecord](run / "metrics.jsonl") as metrics:
         metrics.write([step_record(9, eval_accuracy=0.6), step_record(10)])
-    assert evaluations(load_run(run)) == [(0, 0.41), (10, 0.6), (11, 0.93)]
+    read = load_run(run)
+    assert evaluations(read.steps, read.summary) == [(0, 0.41), (10, 0.6), (11, 0.93)]
+
+
+@pytest.mark.parametrize(("evaluated_at", "joined"), [((), False), ((2, 4), True)])
+def test_two_held_out_points_are_points_and_more_are_joined(
+    evaluated_at: tuple[int, ...], joined: bool, make_run: MakeRun
+) -> None:
+    run = make_run(0)
+    with JsonlWriter[StepRecord](run / "metrics.jsonl") as metrics:
+        metrics.write(step_record(step, eval_accuracy=0.5 if step in evaluated_at else None) for step in range(6))
+    figure = Figure()
+    draw_reward(figure, load_run(run), LIGHT)
+    held_out = next(line for line in figure.axes[0].lines if line.get_label() == "held-out evaluation")
+    assert len(held_out.get_xdata()) == 2 + len(evaluated_at)
+    assert (held_out.get_linestyle() != "None") is joined
+
+
+def test_a_report_names_its_run_by_more_than_the_word_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "sums" / "run", 3, name="")
+    settings = {"model": {"path": "/models/Qwen3-0.6B"}, "data": {"path": "rows/sums.jsonl"}}
+    (run / "config.json").write_text(json.dumps({**settings, "env": {"reward": "grade.py:exact"}}))
+    page = write_report(run)
+    assert "<h1>sums/run</h1>" in page.read_text(encoding="utf-8")
+    assert "<title>sums/run · headrace</title>" in page.read_text(encoding="utf-8")
+    assert f"Qwen3-0.6B · sums.jsonl · grade.py:exact · {run}" in Page(page).text
+
+
+def test_one_version_is_not_called_versions(make_run: MakeRun) -> None:
+    text = Page(write_report(make_run(3, max_token_age=1, commit_gap_ms={"p50": 0.0, "p99": 0.0}))).text
+    assert "oldest trained token1 version" in text
+    assert "1 versions" not in text
+    assert "commit gap0 s" in text
 
 
 def test_the_zoom_shows_five_steps_from_the_middle(make_run: MakeRun) -> None:

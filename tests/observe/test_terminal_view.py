@@ -133,7 +133,7 @@ def test_a_stream_without_unicode_is_not_broken_by_it() -> None:
     raw = io.BytesIO()
     with PlainView(io.TextIOWrapper(raw, encoding="ascii"), 10) as view:
         view.event(Event(wall_s=0.0, text="漢字"))
-        assert raw.getvalue() == b"??  at 0.0 s\n"
+        assert raw.getvalue() == b"??  at 0 s\n"
 
 
 def everything(control: int) -> Iterator[bytes]:

@@ -152,6 +152,7 @@ def write_run(directory: Path, steps: int = 6, *, extra: Sequence[Episode] = (),
 def record(step: int) -> StepRecord:
     return step_record(step, unix_s=STARTED_S + step, length_mean=12.0 + step, metrics={
         "loss": 0.1 / (step + 1), "entropy": 0.7 - 0.01 * step, "ess": 0.99,
+        "grad_norm": 1.0 - 0.1 * step, "lr": 1e-4, "kl_mu_k3": 0.002,
         "memory/engine": 3e8 + 1e6 * step, "cpu/engine": 0.9,
     })  # fmt: skip
 

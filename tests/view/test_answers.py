@@ -34,6 +34,8 @@ def test_overview_says_state_verdict_and_figures(client: TestClient) -> None:
     assert told["figures"]["eval_after"] == 0.93
     assert told["warnings"] == ["alarm entropy: it fell"]
     assert told["notes"] == []
+    assert told["evaluations"] == [[0, 0.41], [6, 0.93]]
+    assert told["about"].startswith("additions/model")
 
 
 def test_the_name_of_a_run_cannot_turn_the_line_round(tmp_path: Path) -> None:
@@ -86,6 +88,14 @@ def test_episodes_are_listed_filtered_and_sorted(client: TestClient) -> None:
     assert ask(client, "episodes?cause=BOOM")["total"] == 1
     ages = [row["age"] for row in ask(client, "episodes?order=age&limit=10")["rows"]]
     assert ages == sorted(ages, reverse=True)
+
+
+def test_an_episode_of_the_list_shows_the_end_of_its_prompt_and_its_last_answer(client: TestClient) -> None:
+    plain, *_, branching = ask(client, "episodes?limit=4")["rows"]
+    assert (plain["prompt"], plain["answer"]) == ("What is 13 + 3?", "16")
+    assert (branching["prompt"], branching["answer"]) == ("Look it up: ", "Or not at all.")
+    failed = ask(client, "episodes?status=failed")["rows"][0]
+    assert {"prompt", "answer"} <= failed.keys()
 
 
 def test_one_episode_has_its_graph_its_siblings_and_its_advantage(client: TestClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,47 @@ def test_every_page_opens_without_errors_and_is_accessible(theme: str, tab: Watc
     assert all(url.startswith(tab.base) for url in tab.asked), tab.asked
 
 
-def test_no_page_is_wider_than_a_telephone(tab: Watched) -> None:
-    tab.tab.set_viewport_size({"width": 390, "height": 844})
+@pytest.mark.parametrize("width", [360, 390])
+def test_no_page_is_wider_than_a_telephone_and_no_figure_is_cut(width: int, tab: Watched) -> None:
+    tab.tab.set_viewport_size({"width": width, "height": 844})
     for page in PAGES:
         tab.open(page)
-        assert tab.tab.evaluate("document.documentElement.scrollWidth") <= 390, page
+        assert tab.tab.evaluate("document.documentElement.scrollWidth") <= width, page
+        cut = "[...document.querySelectorAll('.cards dd')].filter((dd) => dd.scrollWidth > dd.clientWidth).length"
+        assert tab.tab.evaluate(cut) == 0, page
+
+
+def test_the_first_page_shows_what_is_learned_beside_the_reward(tab: Watched) -> None:
+    tab.open("overview")
+    shown = tab.tab.locator("main figure.chart h2").all_inner_texts()
+    assert shown[:6] == ["Reward", "Loss", "Gradient norm", "KL", "Entropy", "Learning rate"]
+    for title in shown[:6]:
+        words = tab.tab.locator("main figure.chart", has=tab.tab.get_by_role("heading", name=title)).locator(".plot")
+        assert re.search(r": from [-−0-9.]", words.get_attribute("aria-label")), title
+    reward = tab.tab.locator("main figure.chart").first.locator(".plot")
+    assert "held out: from 0.41 to 0.93" in reward.get_attribute("aria-label")
+    assert reward.locator("circle").count() == 2
+    assert reward.locator("path.series[stroke='var(--orange)']").get_attribute("d") == ""
+
+
+def test_a_single_answer_is_one_turn_and_stands_in_the_list(tab: Watched) -> None:
+    tab.open("episodes", ready="tbody a")
+    assert "What is 15 + 3?" in tab.tab.locator("tbody tr").first.inner_text()
+    tab.tab.locator("tbody a").first.click()
+    tab.tab.wait_for_selector(".t")
+    assert "in 1 turn" in tab.tab.locator("dl.cards").inner_text().split("\n")
+
+
+def test_amounts_are_written_by_one_function(tab: Watched) -> None:
+    code = """async () => { const f = await import("/static/js/format.js");
+      return [f.duration(0), f.duration(2e-6), f.plural(1, "version"), f.plural(0, "version"),
+        f.plural(12345, "turn")]; }"""
+    assert tab.tab.evaluate(code) == ["0 s", "2 µs", "1 version", "0 versions", "12,345 turns"]
+
+
+def test_what_is_learned_stands_near_the_top_of_all_numbers(tab: Watched) -> None:
+    tab.open("steps")
+    assert tab.tab.locator("main h2").all_inner_texts()[:2] == ["Reward", "Learning"]
 
 
 def test_a_page_shows_a_new_step_within_two_seconds(chromium: Any, tmp_path: Path) -> None:

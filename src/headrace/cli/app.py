@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -14,6 +15,7 @@ from headrace.cli import (
     demo,
     evaluate,
     export,
+    init,
     join,
     ledger,
     plan,
@@ -37,23 +39,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("train")(train.train)
-app.command("demo")(demo.demo)
-app.command("eval")(evaluate.evaluate)
-app.command("export")(export.export)
-app.command("serve")(serve.serve)
-app.command("view")(view.view)
-app.command("report")(report.report)
-app.command("join")(join.join)
-app.command("status")(status.status)
-app.command("watch")(watch.watch)
-app.command("trace")(trace.trace)
-app.command("ledger")(ledger.ledger)
-app.command("plan")(plan.plan)
-app.command("recipes")(recipes.recipes)
-app.command("compare")(compare.compare)
-app.command("bench")(bench.bench)
-app.add_typer(check.app, name="check")
+BEGIN, USE, LOOK, PLAN = "Begin and train", "Use what was trained", "Look at a run", "Plan, compare and measure"
+VERBS: dict[str, dict[str, Callable[..., None]]] = {
+    BEGIN: {"init": init.init, "train": train.train, "demo": demo.demo, "recipes": recipes.recipes, "join": join.join},
+    USE: {"eval": evaluate.evaluate, "export": export.export, "serve": serve.serve},
+    LOOK: {
+        "view": view.view, "status": status.status, "watch": watch.watch, "report": report.report,
+        "ledger": ledger.ledger, "trace": trace.trace,
+    },
+    PLAN: {"plan": plan.plan, "compare": compare.compare, "bench": bench.bench},
+}  # fmt: skip
+for group, verbs in VERBS.items():
+    for name, verb in verbs.items():
+        app.command(name, rich_help_panel=group, help=bench.HELP if verb is bench.bench else None)(verb)
+app.add_typer(check.app, name="check", rich_help_panel=BEGIN)
 
 
 @app.callback(invoke_without_command=True)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import typer
 
+from headrace.bench import BENCHMARKS
 from headrace.cli.output import console, print_json, starting
+
+HELP = "\n\n".join(
+    [
+        "Measure this machine, and hold the figures against their targets.",
+        *(f"[bold]{name}[/bold]  {what}" for name, what in BENCHMARKS.items()),
+    ]
+)
+"""What the verb says of itself: every name, and what it measures."""
 
 
 def bench(
-    name: str = typer.Argument(
-        help="Which: loop, agents, algo, distill, engine, fleet, learner, ledger, plan, scoring or sync."
-    ),
+    name: str = typer.Argument(help=f"Which: {', '.join(BENCHMARKS)}."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     threads: int = typer.Option(0, min=0, help="engine, learner, sync: threads of each side; 0 for its default."),
     quick: bool = typer.Option(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from headrace.cli.output import console, readable
 from headrace.control.summary import Summary
-from headrace.observe.words import number
+from headrace.observe.words import duration, number, plural
 
 
 def show_summary(summary: Summary) -> None:
     """The figures of a run that people ask for first, and where to look on."""
     out = console()
     out.print()
-    out.print(f"{summary.status} after {summary.steps} steps", style="bold")
+    out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
     for name, figure in _figures(summary):
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:
@@ -29,17 +29,18 @@ def show_summary(summary: Summary) -> None:
 def _figures(summary: Summary) -> list[tuple[str, str]]:
     gap, groups = summary.commit_gap_ms, summary.ledger.groups
     dropped = sum(groups.dropped.values())
-    rest = f"{groups.trained} trained + {dropped} dropped + {groups.in_flight} in flight"
+    rest = f"{groups.trained:,} trained + {dropped:,} dropped + {groups.in_flight:,} in flight"
+    restarts = plural(summary.sequences_restarted, "restart")
     return [
         ("held-out mean reward", f"{number(summary.eval_before)} → {number(summary.eval_after)}"),
         ("mean reward of the batches", f"{number(summary.reward_first)} → {number(summary.reward_last)}"),
-        ("training took", f"{summary.wall_s:.1f} s"),
-        ("generated", f"{summary.tokens_generated:,} tokens, {summary.generated_tok_s:,.0f} per second"),
-        ("trained", f"{summary.tokens_trained:,} tokens, {summary.trained_tok_s:,.0f} per second"),
+        ("training took", duration(summary.wall_s)),
+        ("generated", f"{plural(summary.tokens_generated, 'token')}, {summary.generated_tok_s:,.0f} per second"),
+        ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
         ("idle", f"engine {summary.engine_idle_frac:.0%}, learner {summary.learner_idle_frac:.0%}"),
-        ("commit gap", f"median {gap.p50:.2f} ms, p99 {gap.p99:.2f} ms; {summary.sequences_restarted} restarts"),
+        ("commit gap", f"median {duration(gap.p50 / 1e3)}, p99 {duration(gap.p99 / 1e3)}; {restarts}"),
         ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
-        ("oldest token trained", f"{summary.max_token_age} versions"),
+        ("oldest token trained", plural(summary.max_token_age, "version")),
         ("engine against learner", f"mean |Δ logprob| {number(summary.mismatch_abs)} at equal weights"),
-        ("groups", f"{groups.submitted} submitted = {rest}"),
+        ("groups", f"{groups.submitted:,} submitted = {rest}"),
     ]

@@ -97,17 +97,19 @@ def _show_survivors(out: Console, bias: Survivors) -> None:
 
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
+    from headrace.observe.words import plural
     from headrace.session.replaying import replay
 
     out = console()
     found = replay(run_dir, book, tell=lambda line: None if as_json else out.print(line))
+    again = f"{plural(found.steps, 'step')} made again"
     if as_json:
         print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
     elif found.first_difference is None:
-        out.print(f"{found.steps} steps made again: the weights of {len(found.agree)} versions agree bit for bit")
+        out.print(f"{again}: the weights of {plural(len(found.agree), 'version')} agree bit for bit")
     else:
         out.print(
-            f"{found.steps} steps made again: the weights differ from version {found.first_difference} on "
+            f"{again}: the weights differ from version {found.first_difference} on "
             "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
         )
     return found.first_difference is None

@@ -9,16 +9,20 @@ import typer
 
 from headrace.cli.output import console, readable, starting
 from headrace.errors import ConfigError
+from headrace.models.hub import is_hub_name, local_directory
 
 if TYPE_CHECKING:
     from headrace.engine.server.config import ServeConfig
     from headrace.engine.server.run import Events, Loaded
+    from headrace.models import ModelConfig
 
 TOKEN_VARIABLE = "HEADRACE_SERVE_TOKEN"
 
 
 def serve(
-    model: Path = typer.Argument(help="Directory of a Hugging Face causal language model.", metavar="MODEL_DIR"),
+    model: Path = typer.Argument(
+        help="Directory of a Hugging Face causal language model, or its name on a hub.", metavar="MODEL"
+    ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback needs a token."),
     port: int = typer.Option(8000, help="Port to listen on; 0 for a free one."),
     token: str = typer.Option(
@@ -44,14 +48,14 @@ def serve(
 
     become_engine()
     given: dict[str, Any] = {
-        "model": {"path": str(model.expanduser().resolve())},
+        "model": {"path": str(model if _is_named(model) else model.expanduser().resolve())},
         "serve": {"host": host, "port": port},
     }
     if device:
         given["engine"] = {"device": device}
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
     secret = _token(token, token_file)
-    _refuse_no_model(config.model.path)
+    config = config.model_copy(update={"model": _local(config.model)})
     verify_model(Path(config.model.path))
     compile_ahead(config.model, config.engine)
     with growing_heap():
@@ -104,19 +108,27 @@ def _token(given: str, file: Path | None) -> str:
     return secret
 
 
-def _refuse_no_model(path: str) -> None:
-    """What can be told before torch is imported is told at once."""
+def _is_named(model: Path) -> bool:
+    return is_hub_name(str(model)) and not model.exists()
+
+
+def _local(model: ModelConfig) -> ModelConfig:
+    """The model in a directory, fetched from a hub where it is named so. What can be told before torch is imported is
+    told at once."""
+    path = local_directory(model.path)
     if not Path(path).is_dir():
         raise ConfigError(
             f"there is no directory {path}",
             remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors "
-            "('hf download NAME --local-dir DIR' makes one)",
+            "('hf download NAME --local-dir DIR' makes one), or its name on a hub: OWNER/NAME",
         )
+    return model.model_copy(update={"path": path})
 
 
 def _say_serving(url: str, loaded: Loaded, *, with_token: bool) -> None:
     facts, out = loaded.facts, console()
     kernels, *why = str(facts["kernels"]).split("; ")
+    why = [str(facts["fallback"])] if "fallback" in facts else why
     chat = loaded.words.has_template
     route, body = (
         ("chat/completions", '"messages": [{"role": "user", "content": "Hello"}]')

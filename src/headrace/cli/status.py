@@ -36,6 +36,8 @@ def status(
         out.print(f"phase: {readable(seen['phase'])}; loops:")
         for line in seen["waits"]:
             out.print(readable(line))
+    for words in seen["warnings"]:
+        out.print(f"warning: {readable(words)}", style="yellow")
     if seen["cause"]:
         out.print(f"cause: {readable(seen['cause'])}")
 
@@ -80,4 +82,5 @@ def look(run_dir: Path) -> dict[str, Any]:
         "version": last.version,
         "components": components,
         "waits": last.waits,
+        "warnings": last.warnings,
     }

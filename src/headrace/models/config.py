@@ -94,7 +94,8 @@ class ModelConfig(Section):
     """Which model, and in which number format it is kept."""
 
     path: str = Field(min_length=1)
-    """Directory of a Hugging Face causal language model with its tokenizer and safetensors weights."""
+    """Directory of a Hugging Face causal language model with its tokenizer and safetensors weights; or its name on the
+    Hugging Face hub, ``OWNER/NAME`` or ``OWNER/NAME@REVISION``, which is fetched where the cache does not hold it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights, in engine and learner alike."""
     deterministic: bool = False

@@ -30,7 +30,10 @@ CACHE_LINE = 64
 """Bytes."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_REMEDY = "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors"
+_REMEDY = (
+    "give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors; or its name on "
+    "a hub: OWNER/NAME"
+)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from headrace.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
+from headrace.models.hub import called, pinned
 from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -251,7 +252,7 @@ def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
 def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
     """An adapter whose tensors would fit, and mean something else."""
     base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
-    if base and Path(base).name != Path(here).name:
+    if base and called(str(base)) != called(here):
         raise ModelError(
             f"the adapter in {directory} was trained on {base}, and model.path is {here}",
             remedy=f"set model.path to {base}; if that is the same model under another name, "
@@ -287,9 +288,11 @@ def _peft() -> Any:
 
 def _peft_config(peft: Any, model: nn.Module, config: LoraConfig, base: str) -> Any:
     wanted, names = config.target_modules, _linear_names(model)
+    name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        base_model_name_or_path=name,
+        revision=commit or None,
         r=config.rank,
         lora_alpha=config.alpha,
         target_modules=names if wanted == "all-linear" else _named(model, wanted, names),

@@ -15,8 +15,8 @@ from headrace.observe.alarms import AlarmWatch, Raised
 from headrace.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
 from headrace.observe.recorder import Recorder
 from headrace.observe.report import run_verdict, write_report
-from headrace.observe.rundata import RunData, load_run
-from headrace.observe.summary import age_histogram, commit_gap_ms, observed
+from headrace.observe.rundata import RunData, load_run, run_about, run_name
+from headrace.observe.summary import age_histogram, commit_gap_ms, evaluations, observed
 from headrace.observe.system import SystemWatch
 from headrace.observe.terminal import LiveView, PlainView, View, open_view
 from headrace.observe.trace import account, busy_frac, idle_frac
@@ -47,6 +47,7 @@ __all__ = [
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
+    "evaluations",
     "idle_frac",
     "judge",
     "load_run",
@@ -54,6 +55,8 @@ __all__ = [
     "open_view",
     "read_jsonl",
     "read_steps",
+    "run_about",
+    "run_name",
     "run_verdict",
     "write_report",
 ]

@@ -12,9 +12,9 @@ import msgspec
 
 from headrace.errors import visible
 from headrace.observe.document import document
-from headrace.observe.rundata import RunData
+from headrace.observe.rundata import RunData, run_about
 from headrace.observe.verdict import Verdict
-from headrace.observe.words import duration, number
+from headrace.observe.words import duration, number, plural
 
 _LONGEST = 4000
 _SHOWN_ABOVE = ("ledger", "age_histogram", "warnings", "verdict")
@@ -33,9 +33,10 @@ class Picture:
 
 def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> str:
     """The whole document."""
-    name = str(run.setting("run", "name") or run.directory.resolve().name)
+    name, about = run.name, " · ".join(filter(None, [run_about(run.config), str(run.directory.resolve())]))
     parts = [
-        f"<header><p class='brand'>headrace</p><h1>{_text(name)}</h1>{_verdict(verdict)}</header>",
+        f"<header><p class='brand'>headrace</p><h1>{_text(name)}</h1><p class='about'>{_text(about)}</p>"
+        f"{_verdict(verdict)}</header>",
         *(f"<p class='note' role='note'>{_text(note)}</p>" for note in _notes(run)),
         _cards(run),
         *map(_figure, pictures),
@@ -72,10 +73,10 @@ def _cards(run: RunData) -> str:
         ("optimizer steps", f"{len(run.steps):,}", f"in {duration(get('wall_s'))}" if get("wall_s") else ""),
         ("generated", _rate(get("generated_tok_s")), f"engine idle {_percent(get('engine_idle_frac'))}"),
         ("trained", _rate(get("trained_tok_s")), idle),
-        ("oldest trained token", number(get("max_token_age")), "age in versions"),
+        ("oldest trained token", plural(get("max_token_age"), "version"), _bound(run)),
         (
             "commit gap",
-            f"{number(gap)} ms" if isinstance(gap, int | float) else "–",
+            duration(gap / 1e3) if isinstance(gap, int | float) else "–",
             "99th percentile: the engine stands still",
         ),
         ("engine against learner", number(get("mismatch_kl")), "mismatch KL"),
@@ -173,6 +174,11 @@ def _rate(value: float | None) -> str:
     return f"{number(value)} tok/s"
 
 
+def _bound(run: RunData) -> str:
+    bound = run.setting("flow", "max_age")
+    return f"the bound is {bound}" if isinstance(bound, int) else ""
+
+
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
@@ -192,6 +198,7 @@ def _text(text: str) -> str:
 _STYLE = """
 h1 { margin: 0 0 12px; font-size: 30px; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin: 0 0 4px; font-size: 19px; }
+.about { margin: -8px 0 16px; color: var(--faint); overflow-wrap: anywhere; }
 .verdict { margin: 0 0 24px; padding: 14px 18px; background: var(--card); border-left: 5px solid var(--mark);
   border-radius: 8px; font-size: 17px; }
 .verdict b { text-transform: uppercase; font-size: 14px; letter-spacing: .05em; color: var(--mark); margin-right: 6px; }

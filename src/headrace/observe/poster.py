@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import RunError, visible
 from headrace.observe.report import REPORT_DIR, run_verdict
 from headrace.observe.rundata import RunData, load_run
-from headrace.observe.words import duration, number
+from headrace.observe.words import duration, number, plural
 
 DPI = 160
 GAP = 40
@@ -75,8 +75,7 @@ def _head(figure: Any, run: RunData, verdict: Sequence[str], theme: Any) -> None
     def say(text: str, down: int, **style: Any) -> None:
         figure.text(GAP / width, 1 - down / height, text, va="top", parse_math=False, **style)
 
-    name = str(run.setting("run", "name") or run.directory.resolve().name)
-    say(visible(name), 34, fontsize=22, fontweight="bold", color=theme.ink)
+    say(run.name, 34, fontsize=22, fontweight="bold", color=theme.ink)
     for place, line in enumerate(verdict):
         say(line, 98 + ROW * place, fontsize=14, color=theme.ink)
     say(_figures(run), 108 + ROW * len(verdict), fontsize=12, color=theme.faint)
@@ -85,10 +84,10 @@ def _head(figure: Any, run: RunData, verdict: Sequence[str], theme: Any) -> None
 def _figures(run: RunData) -> str:
     get = run.measured
     parts = [
-        f"{len(run.steps):,} steps in {duration(get('wall_s'))}" if run.steps else "no step",
+        f"{plural(len(run.steps), 'step')} in {duration(get('wall_s'))}" if run.steps else "no step",
         f"held out {number(get('eval_before'))} → {number(get('eval_after'))}",
         f"training reward {number(get('reward_first'))} → {number(get('reward_last'))}",
         f"{number(get('generated_tok_s'))} tok/s generated, {number(get('trained_tok_s'))} tok/s trained",
-        f"oldest trained token {number(get('max_token_age'))} versions",
+        f"oldest trained token {plural(get('max_token_age'), 'version')}",
     ]
     return "   ·   ".join(parts)

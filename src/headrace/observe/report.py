@@ -11,7 +11,7 @@ from headrace.observe.page import Picture, page
 from headrace.observe.rundata import RunData, load_run
 from headrace.observe.summary import age_histogram
 from headrace.observe.verdict import Verdict, judge
-from headrace.observe.words import ages_in_words, number
+from headrace.observe.words import ages_in_words, number, plural
 from headrace.types.observation import Account
 
 REPORT_DIR = "report"
@@ -73,7 +73,7 @@ def _reward(run: RunData) -> tuple[str, str]:
     if not rewards:
         return "Reward curve: no reward yet.", caption
     ends = f"from {number(rewards[0])} at the first step to {number(rewards[-1])} at the last"
-    return f"Reward curve over {len(rewards)} steps, {ends}, best {number(max(rewards))}.", caption
+    return f"Reward curve over {plural(len(rewards), 'step')}, {ends}, best {number(max(rewards))}.", caption
 
 
 def _timeline(run: RunData) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.errors import DataError, HeadraceError
+from headrace.errors import DataError, HeadraceError, visible
+from headrace.models.hub import called, is_hub_name
 from headrace.observe.account import account_of
 from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
 from headrace.observe.summary import observed
@@ -63,6 +64,11 @@ class RunData:
         """Where the time and the tokens of the loop went; ``None`` without a trace."""
         return account_of(self.spans, self.session, self.loop) if self.spans and self.loop[0] < self.loop[1] else None
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return run_name(self.directory, self.config)
+
     def setting(self, section: str, key: str) -> Any:
         """A value of the resolved configuration; ``None`` where it has none."""
         table = self.config.get(section)
@@ -81,6 +87,39 @@ class RunData:
         """One number of the figures; ``None`` where there is none."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def run_name(directory: Path, config: Mapping[str, Any]) -> str:
+    """What people call the run in ``directory``: its name, or the name of its directory; of one that is called ``run``
+    with that of the directory above it.
+
+    >>> run_name(Path("/runs/sums/run"), {}), run_name(Path("/runs/sums"), {"run": {"name": "first try"}})
+    ('sums/run', 'first try')
+    """
+    table = config.get("run")
+    given = table.get("name") if isinstance(table, dict) else None
+    return visible(str(given or _called(directory.resolve())))
+
+
+def run_about(config: Mapping[str, Any]) -> str:
+    """Model, rows and reward or environment of a run, in a line; empty where its settings say none of them.
+
+    >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
+    'Qwen3-0.6B · sums.jsonl · r.py:f'
+    """
+    tables = {name: table for name, table in config.items() if isinstance(table, dict)}
+    settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
+    values = [tables.get(section, {}).get(key) for section, key in settings]
+    known = [value for value in values if isinstance(value, str) and value]
+    return visible(" · ".join(called(value) if is_hub_name(value) else _called(Path(value)) for value in known))
+
+
+def _called(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}" if path.name in _TOO_PLAIN and path.parent.name else path.name
+
+
+_TOO_PLAIN = ("run", "model")
+"""Names of directories that say nothing without the directory that they are in."""
 
 
 def load_run(run_dir: Path) -> RunData:

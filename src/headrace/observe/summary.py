@@ -34,6 +34,19 @@ def age_histogram(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
+def evaluations(steps: Sequence[StepRecord], summary: Mapping[str, Any]) -> list[tuple[int, float]]:
+    """(version, mean held-out reward) of every evaluation; with those that a ``summary`` tells of, before the run and
+    after it."""
+    points = {
+        step.version if step.eval_version is None else step.eval_version: step.eval_accuracy
+        for step in steps
+        if step.eval_accuracy is not None
+    }
+    ends = {"eval_before": 0, "eval_after": steps[-1].version if steps else 0}
+    told = {version: summary.get(key) for key, version in ends.items()}
+    return sorted({**points, **{at: value for at, value in told.items() if isinstance(value, int | float)}}.items())
+
+
 def per_second(amount: float, seconds: float) -> float:
     """``amount / seconds``; 0 where no time has passed."""
     return amount / seconds if seconds > 0 else 0.0

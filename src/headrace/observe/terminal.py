@@ -53,7 +53,7 @@ class PlainView:
     >>> import sys
     >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, seconds=0.5, ages={0: 8})
     >>> PlainView(sys.stdout, 10).step(record)
-    step 1/10  reward 0.5  train 0.5 s  wait 0.0 s  ages 0: 100%  ready 0  at 4.0 s
+    step 1/10  reward 0.5  train 0.50 s  wait 0 s  ages 0: 100%  ready 0  at 4.0 s
     """
 
     def __init__(self, stream: TextIO, steps_total: int) -> None:

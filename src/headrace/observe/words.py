@@ -20,16 +20,32 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def plural(amount: float | None, one: str, many: str = "") -> str:
+    """An amount with its unit in the right number; a dash for ``None``.
+
+    >>> plural(1, "version"), plural(0, "version"), plural(2, "entry", "entries"), plural(12345, "token")
+    ('1 version', '0 versions', '2 entries', '12,345 tokens')
+    """
+    if amount is None:
+        return "–"
+    shown = f"{amount:,.0f}" if float(amount).is_integer() else number(amount)
+    return f"{shown} {one if amount == 1 else many or f'{one}s'}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as people say them.
 
-    >>> duration(0.42), duration(72), duration(7384), duration(None)
-    ('0.4 s', '1 min 12 s', '2 h 03 min', '–')
+    >>> duration(0), duration(0.00012), duration(0.0312), duration(0.42), duration(72), duration(7384), duration(None)
+    ('0 s', '120 µs', '31.2 ms', '0.42 s', '1 min 12 s', '2 h 03 min', '–')
     """
     if seconds is None:
         return "–"
+    if not seconds:
+        return "0 s"
+    if abs(seconds) < 0.0995:
+        return f"{number(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{number(seconds * 1e6)} µs"
     if seconds < 9.95:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

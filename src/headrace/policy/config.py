@@ -16,6 +16,7 @@ from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import AUTO, DeviceName
+from headrace.models.hub import is_hub_name, local_directory, with_models
 
 Table = Mapping[str, Any] | Section
 """A section as a run file has it, or as its record."""
@@ -135,8 +136,16 @@ def resolve(
     tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in given)}, given)
     path = tree.get("model", {}).get("path")
     if isinstance(path, str) and path:
-        tree = merge(tree, {"model": {"path": str(Path(path).expanduser().resolve())}})
+        found = path if is_hub_name(path) and not Path(path).exists() else str(Path(path).expanduser().resolve())
+        tree = merge(tree, {"model": {"path": found}})
     return validate(PolicyConfig, tree)
+
+
+def with_local_models(config: PolicyConfig) -> PolicyConfig:
+    """The same settings with a directory for each model of a hub, fetched where its cache does not hold it."""
+    tree = config.model_dump(mode="json")
+    found = with_models(tree, lambda setting, path: local_directory(path, setting))
+    return config if found == tree else validate(PolicyConfig, found)
 
 
 def _tree(section: Section) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,13 +28,14 @@ from headrace.learner.work import Gradient, Work
 from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.hub import pinned, with_models
 from headrace.models.load import read_config
 from headrace.models.mixtures import is_mixture, routes
 from headrace.models.paged.base import BLOCK
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeTerms, probe_batch, probe_tokens, refuse_apart
-from headrace.policy.config import PolicyConfig, Settings, resolve
+from headrace.policy.config import PolicyConfig, Settings, resolve, with_local_models
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
 from headrace.policy.sample import Sample, Samples, Terms, make_batch
@@ -72,6 +74,7 @@ class Policy:
 
     def __init__(self, config: PolicyConfig, *, num_prompts: int = 0) -> None:
         """See :meth:`load`. ``num_prompts``: sampled before, in an earlier life."""
+        config = with_local_models(config)
         path = config.model.path
         where = str(use("device", config.device, only_cpu=config.model.deterministic))
         tokenizer = load_tokenizer(path)
@@ -103,6 +106,8 @@ class Policy:
             clock=self._clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
         )
+        if "fallback" in (facts := self._core.facts()):
+            warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)
         usual = Sampling(
             max_new_tokens=config.engine.max_new_tokens,
             temperature=config.engine.temperature,
@@ -362,7 +367,8 @@ class Policy:
                     "there is a gradient that no step has used, and it would not be saved",
                     remedy="call optim_step before save",
                 )
-            state = store.PolicyState(config=self.config.model_dump(mode="json"), num_prompts=self._sampler.num_prompts)
+            settings = with_models(self.config.model_dump(mode="json"), lambda _, path: pinned(path))
+            state = store.PolicyState(config=settings, num_prompts=self._sampler.num_prompts)
             store.save(Path(directory).expanduser().absolute(), self._learner, state)
 
     # -- inside -----------------------------------------------------------------------------------------------------

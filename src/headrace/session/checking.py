@@ -27,6 +27,7 @@ from headrace.launch.clients import EnvPool, EnvTerms
 from headrace.launch.hosts import trial
 from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
+from headrace.observe.words import plural
 from headrace.session.references import kind_of
 from headrace.session.running import first_cause, in_own_loop
 from headrace.types.chat import Message
@@ -95,7 +96,8 @@ class EnvReport:
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
-        head = f"{self.reference} ({self.kind}, {self.episodes} episodes): {'sound' if self.ok else 'to be mended'}"
+        verdict = "sound" if self.ok else "to be mended"
+        head = f"{self.reference} ({self.kind}, {plural(self.episodes, 'episode')}): {verdict}"
         rows = [f"  {finding.level:<4}  {finding.clause}: {finding.detail}" for finding in self.findings]
         if self.timings is None:
             return "\n".join([head, *rows])
@@ -309,7 +311,9 @@ def _is_repeatable(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding | None
     if wrong:
         seed = {"env": "self.seed", "rollout": "policy.seed"}.get(kind, "the row")
         wrong[-1] += f"; draw from random.Random({seed})" if kind != "program" else ""
-    return _found("the same seed gives the same episode", wrong, f"{len(pairs)} episodes were repeated")
+    return _found(
+        "the same seed gives the same episode", wrong, f"{plural(len(pairs), 'episode was', 'episodes were')} repeated"
+    )
 
 
 def _difference(one: _Attempt, two: _Attempt) -> str:

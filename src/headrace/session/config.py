@@ -28,6 +28,7 @@ from headrace.learner import LearnerConfig
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.companions.fit import refuse_misfit
 from headrace.models import ModelConfig
+from headrace.models.hub import MODEL_PATHS, MODEL_TABLES, is_hub_name
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
 from headrace.session.agent_fit import refuse_strange_agents
@@ -289,8 +290,7 @@ def _tell_whose(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[s
 
 
 _PATHS = (
-    *("model.path", "model.lora.adapter", "learner.critic.path"),
-    *("learner.reference.path", "learner.old.path"),
+    *MODEL_PATHS,
     *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
 )
 
@@ -304,13 +304,24 @@ def _absolute(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value:
             bridged = path == "env.entry" and table.get("kind") == "bridge"
-            found = _absolute_bridge(value, directory) if bridged else str(directory / Path(value).expanduser())
+            found = _absolute_bridge(value, directory) if bridged else _absolute_path(value, directory)
+            found = _absolute_model(value, directory) if path in MODEL_PATHS else found
             change: dict[str, Any] = {key: found}
             for section in reversed(sections):
                 change = {section: change}
             tree = merge(tree, change)
     tree = _with_absolute_tables(_with_absolute_loss(tree, directory), directory)
     return _with_absolute_command(tree, directory)
+
+
+def _absolute_path(path: str, directory: Path) -> str:
+    return str(directory / Path(path).expanduser())
+
+
+def _absolute_model(path: str, directory: Path) -> str:
+    """A name of a hub stays as it is where no directory is meant."""
+    found = _absolute_path(path, directory)
+    return path if is_hub_name(path) and not Path(found).exists() else found
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -345,7 +356,7 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
     return entry if found == parts else f"{library}/{shlex.join(found) if len(found) > 1 else found[0]}"
 
 
-_TABLES = (("env", "rewards", "ref"), ("env", "agents", "path"), ("learner", "teachers", "path"))
+_TABLES = (("env", "rewards", "ref"), *MODEL_TABLES)
 """Lists of tables in sections, and their key that names a file: ``file.py:function``, or a directory."""
 
 
@@ -355,8 +366,9 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
         tables = table.get(name) if isinstance(table, dict) else None
         if not isinstance(tables, list | tuple):
             continue
+        absolute_of = _absolute_path if key == "ref" else _absolute_model
         absolute = [
-            {**each, key: str(directory / Path(each[key]).expanduser())}
+            {**each, key: absolute_of(each[key], directory)}
             if isinstance(each, dict) and isinstance(each.get(key), str) and each[key]
             else each
             for each in tables

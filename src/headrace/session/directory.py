@@ -43,6 +43,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     components: list[Component]
     waits: list[str]
     """The loops of the controller, a line each."""
+    warnings: list[str] = []
+    """What the run has warned of so far, one of each kind."""
 
 
 def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from headrace.engine.capabilities import Capabilities, capabilities
 from headrace.errors import ConfigError
-from headrace.models.devices import Devices
+from headrace.models.devices import CPU, Devices
 from headrace.models.gap import largest_gap
+from headrace.models.kernels.build import NO_COMPILER, Unavailable, find_compiler
 from headrace.models.load import read_config
 from headrace.models.mixtures import is_mixture
 from headrace.types.weights import Interrupt
@@ -70,6 +71,17 @@ def refuse_incapable(config: RunConfig) -> None:
             f"engine.server.urls names {len(engine.server.urls)} servers for engine.count={engine.count}",
             remedy="name one for each engine",
         )
+
+
+def slower_here(config: RunConfig, devices: Devices) -> list[str]:
+    """What this machine lacks that the engine would be faster with, in words; empty where it lacks nothing."""
+    engine, model = config.engine, config.model
+    wanted = (
+        engine.kind == "native" and engine.kernels == "auto" and model.dtype == "float32" and CPU in devices.engines
+    )
+    if not wanted or config.launch.remote or find_compiler() is not None:
+        return []
+    return [str(Unavailable(reason=NO_COMPILER))]
 
 
 def refuse_settled(config: RunConfig, others: Collection[str], devices: Devices) -> None:

@@ -25,6 +25,7 @@ from headrace.launch.local import local_serving
 from headrace.observe.pages import Book, Figure, Shown
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import write_json
+from headrace.session.engine_fit import slower_here
 from headrace.session.order import make_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.running import first_cause, in_own_loop
@@ -118,7 +119,7 @@ def evaluate(
 async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: Callable[[str], None]) -> Evaluation:
     run, clock = prepared.config.run, RealClock()
     tokens, told_s = 0, clock.now()
-    warnings: list[str] = []
+    warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)
 
     def count(arrived: int) -> None:
         nonlocal tokens, told_s

@@ -1,38 +1,43 @@
-"""A dry run: the resolved settings, and what they mean in words."""
+"""A dry run: what will happen in words, the settings that differ from their defaults, and all of them on request."""
 
 from __future__ import annotations
 
 import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pydantic
 
 from headrace.env.agents import TrainedAgent
 from headrace.environ import num_cores
 from headrace.launch.config import threads
 from headrace.learner.companions.fit import columns_of
 from headrace.models.devices import CPU
+from headrace.models.hub import pinned
+from headrace.observe.words import plural
 from headrace.session.config import RunConfig
+from headrace.session.engine_fit import slower_here
 from headrace.session.prepare import Prepared
 
 
 def explain(prepared: Prepared) -> str:
-    """The settings as TOML-like lines, then a paragraph about what will happen."""
+    """A paragraph about what will happen."""
     config = prepared.config
-    lines: list[str] = []
-    for section, settings in config.model_dump(mode="json").items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_value(value)}" for key, value in settings.items()]
-        lines.append("")
     flow, cores = config.flow, num_cores()
     episodes = flow.groups_per_step * flow.group_size
     epochs = config.run.steps * flow.groups_per_step / len(prepared.tasks)
     pace = "generation and training take turns" if flow.greatest_age == 0 else (
-        f"generation runs up to {flow.effective_lead} batches ahead; no token is trained at an age over "
-        f"{flow.greatest_age}"
+        f"generation runs up to {plural(flow.effective_lead, 'batch', 'batches')} ahead; no token is trained at an "
+        f"age over {flow.greatest_age}"
     )  # fmt: skip
-    lines += [
-        f"{len(prepared.tasks)} tasks, {len(prepared.eval_tasks)} held out; {config.run.steps} steps of "
-        f"{flow.groups_per_step} groups × {flow.group_size} = {episodes} episodes a step, {epochs:.3g} epochs.",
+    lines = [
+        f"{plural(len(prepared.tasks), 'task')}, {len(prepared.eval_tasks):,} held out; "
+        f"{plural(config.run.steps, 'step')} of {plural(flow.groups_per_step, 'group')} × {flow.group_size} = "
+        f"{plural(episodes, 'episode')} a step, {plural(float(f'{epochs:.3g}'), 'epoch')}.",
         *_selection(config, len(prepared.tasks)),
-        f"Up to {config.engine.max_new_tokens} new tokens, {prepared.max_context} with the prompt; {pace}.",
+        f"Up to {plural(config.engine.max_new_tokens, 'new token')}, {prepared.max_context} with the prompt; {pace}.",
         *(_on_cluster(config) if config.launch.remote else _here(prepared, cores)),
         *_others(config),
         *_servers(config),
@@ -48,6 +53,69 @@ def explain(prepared: Prepared) -> str:
     lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents if agent.name not in own]
     lines += [f"Agent {name!r} trains an adapter of its own, beside the policy's." for name in own]
     return "\n".join(lines)
+
+
+class Changed(NamedTuple):
+    """A setting that is not as it is by default."""
+
+    name: str
+    """As ``--set`` takes it."""
+    value: Any
+    default: Any
+    words: str
+    """The first sentence of its description."""
+
+
+def changed(config: RunConfig) -> list[Changed]:
+    """The settings of a run that differ from their defaults, in the order of a run file."""
+    usual = RunConfig.model_validate({"model": {"path": config.model.path}})
+    return [
+        Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
+        *_changed(config, usual, ""),
+    ]
+
+
+def changed_in_words(config: RunConfig, width: int) -> str:
+    """A line for each setting that differs from its default, and what it means, for a terminal of ``width`` columns."""
+    lines = ["Set here, where the default is another:"]
+    for name, value, default, words in changed(config):
+        usual = "" if name == "model.path" else f"  (default {_value(default)})"
+        lines.append(f"  {name} = {_value(value)}{usual}")
+        lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def every_setting(config: RunConfig) -> str:
+    """All settings as lines like those of a run file."""
+    lines: list[str] = []
+    for section, settings in config.model_dump(mode="json").items():
+        lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
+    return "\n".join(lines[1:])
+
+
+def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
+    for key, shown in found.model_dump(mode="json").items():
+        here, there = (model.model_dump()[key] for model in (found, usual))
+        inside, beside = (dict(model)[key] for model in (found, usual))
+        if here == there:
+            continue
+        if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
+            yield from _changed(inside, beside, f"{above}{key}.")
+        else:
+            value = _given(inside) if isinstance(inside, pydantic.BaseModel) else shown
+            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
+
+
+def _given(table: pydantic.BaseModel) -> dict[str, Any]:
+    """What of a table is not as it is by default, with its kind."""
+    fields = type(table).model_fields
+    shown = table.model_dump(mode="json")
+    return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
+
+
+def _sentence(section: pydantic.BaseModel, key: str) -> str:
+    described = " ".join((type(section).model_fields[key].description or "").replace("``", "").split())
+    return re.split(r"(?<=[.;]) ", described)[0].rstrip(".;")
 
 
 def _servers(config: RunConfig) -> list[str]:
@@ -73,8 +141,9 @@ def _here(prepared: Prepared, cores: int) -> list[str]:
     config = prepared.config
     return [
         f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
-        f"{threads(config.launch.learner_threads, cores)} threads; this machine has {cores} cores.",
+        f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
         *_where(prepared),
+        *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
     ]
 
 
@@ -94,8 +163,8 @@ def _engines(config: RunConfig, num_threads: int) -> str:
     count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
     count += len(config.learner.served_teachers)
     if count == 1:
-        return f"Engine: {num_threads} threads"
-    return f"{count} engines of {max(1, num_threads // count)} threads each"
+        return f"Engine: {plural(num_threads, 'thread')}"
+    return f"{count} engines of {plural(max(1, num_threads // count), 'thread')} each"
 
 
 def _where(prepared: Prepared) -> list[str]:
@@ -121,7 +190,8 @@ def _selection(config: RunConfig, num_rows: int) -> list[str]:
         groups = config.data.epochs * num_rows
         steps = groups // config.flow.groups_per_step
         lines.append(
-            f"data.epochs={config.data.epochs} makes {groups} groups: the run ends after {steps} steps at most."
+            f"data.epochs={config.data.epochs} makes {plural(groups, 'group')}: the run ends after "
+            f"{plural(steps, 'step')} at most."
         )
     if config.flow.filters:
         names = ", ".join(each.kind for each in config.flow.filters)

@@ -25,6 +25,7 @@ from headrace.errors import CheckpointError, ConfigError, nearest
 from headrace.learner.checksums import verify
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, whole_or_nothing
 from headrace.models.config import AGENTS
+from headrace.models.hub import is_hub_name, local_directory
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -150,7 +151,9 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     from headrace.models.merge import export_merged
 
     tree, _ = read_adapter(source)
-    return export_merged(Path(tree["base_model_name_or_path"]), source, out, dtype).lost_share
+    name, revision = tree["base_model_name_or_path"], tree.get("revision")
+    base = local_directory(f"{name}@{revision}" if revision and is_hub_name(name) else name, "the adapter's base")
+    return export_merged(Path(base), source, out, dtype).lost_share
 
 
 def _copy(paths: Iterable[Path], out: Path) -> None:

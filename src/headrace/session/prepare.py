@@ -34,6 +34,7 @@ from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.agents import frozen_agents, refuse_misfits
 from headrace.session.config import RunConfig
 from headrace.session.engine_fit import refuse_settled
+from headrace.session.models import as_recorded, with_local_models
 from headrace.session.teachers import teacher_orders
 from headrace.types.messages.codec import Codec
 from headrace.types.messages.scorer import Score
@@ -88,7 +89,7 @@ class Prepared:
             "engine": {"device", "cache_share", "count", "server"},
             "learner": {"device"},
         }
-        settings = self.config.model_dump(mode="json", exclude={"run": {"dir", "steps"}, "observe": True, **where})
+        settings = as_recorded(self.config, exclude={"run": {"dir", "steps"}, "observe": True, **where})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
@@ -96,13 +97,15 @@ class Prepared:
         return digest.hexdigest()
 
 
-def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prepared:
-    """Load and check it all. ``training=False``: only the held-out rows are needed.
+def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights: bool = True) -> Prepared:
+    """Load and check it all. ``training=False``: only the held-out rows are needed. ``weights=False``: those of a model
+    of a hub are not fetched.
 
     Raises :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.DataError`,
     :class:`~headrace.errors.ModelError` or :class:`~headrace.errors.EnvError`.
     """
-    config = _with_entry(_with_reward(config, inputs))
+    named = _with_entry(_with_reward(config, inputs))
+    config = with_local_models(named, weights=False)
     _refuse_threads(config)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
@@ -137,6 +140,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True) -> Prep
     refuse_misfits(config, context)
     if training:
         _refuse_small_passes(config, tasks, context)
+    if weights:  # last, as it may take long: what is wrong with the rest has been said
+        with_local_models(named)
     return Prepared(
         config=config,
         tasks=tasks,

@@ -36,6 +36,7 @@ from headrace.launch.starts import Repeated
 from headrace.rollout.runner import episode_seed
 from headrace.session.config import RunConfig, load_config
 from headrace.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
+from headrace.session.models import as_recorded
 from headrace.session.prepare import Prepared
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
 
@@ -362,7 +363,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
             else:
                 found[f"{prefix}{key}"] = value
 
-    walk("", config.model_dump(mode="json"))
+    walk("", as_recorded(config))
     return found
 
 

@@ -25,6 +25,7 @@ from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
 from headrace.session.config import RunConfig, load_config
 from headrace.session.directory import CONFIG_FILE, read_sealed
+from headrace.session.models import with_local_models
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.types.batch import Batch
@@ -53,7 +54,7 @@ def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _
 
     Raises :class:`~headrace.errors.ConfigError` for a run whose learner has several ranks.
     """
-    config = _settings(run_dir)
+    config = with_local_models(_settings(run_dir))
     steps, recorded = ledger.steps(), ledger.checksums()
     if sorted(steps) != list(range(len(steps))):
         raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")

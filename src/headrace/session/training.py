@@ -42,6 +42,7 @@ from headrace.session.directory import (
     write_sealed,
 )
 from headrace.session.engine_fit import explained_gap
+from headrace.session.models import as_recorded, with_recorded_models
 from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
 from headrace.session.repeating import Comparison, Recording, opened
@@ -82,6 +83,8 @@ def train(
     """
     refuse_inside_a_run()
     loaded = load_config(config, overrides)
+    if resume and loaded.run.dir:
+        loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
         forks = stack.enter_context(forking(loaded.launch))  # it imports while the run is prepared
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
@@ -149,7 +152,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
         books: list[Ledger] = []
         if has_ledger(run_dir):  # one that does not fit is refused before anything is launched
             books.append(_open_books(config, run_dir, stack, start))
-        write_sealed(run_dir / CONFIG_FILE, config.model_dump(mode="json"))
+        write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
         watching = Watching(config, run_dir, RealClock(), stack)
         order = _order(life, start, watching)
@@ -179,6 +182,8 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
+            for words in (each["fallback"] for each in facts.values() if "fallback" in each):
+                watching.controller.state.warn(str(words))
             return watching.controller
 
         summary = await _run(order, control, start, Watchers(held=life.held, watching=watching, interrupts=interrupts))
@@ -321,6 +326,7 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
         written_s=world.parts.clock.wall(),
         components=components,
         waits=controller.state.board.in_words().splitlines(),
+        warnings=controller.state.warnings,
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 

@@ -29,6 +29,9 @@ MOST_WINDOW = 4096
 MOST_KEPT = 64
 """Entries of one kept-set, or of a teacher's, that are spelled out."""
 PREVIEW_TOKENS = 160
+EXCERPT_TOKENS = 48
+EXCERPT = 96
+"""Tokens and characters of a prompt, and of an answer, in the list."""
 SEARCH_S = 0.6
 """How long one go of a search may read; the next goes on from there."""
 MOST_FOUND = 25
@@ -46,7 +49,7 @@ def listed(run: OpenRun, asked: dict[str, str]) -> dict[str, Any]:
     browser = run.browser()
     rows = browser.page(wanted, order=order, offset=offset, limit=min(limit, MOST_PAGE))
     return {
-        "rows": [_listed(row) for row in rows],
+        "rows": [_listed(row) | _said(run, browser, row) for row in rows],
         "total": run.remembered(f"count {wanted}", lambda: browser.count(wanted)),
         "running": browser.num_running(),
         "offset": offset,
@@ -238,6 +241,16 @@ def _turn(
 def _listed(row: EpisodeRow) -> dict[str, Any]:
     age = None if row.step is None or row.oldest is None else row.step - row.oldest
     return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
+
+
+def _said(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
+    """The end of what an episode was asked first, and the beginning of its last answer."""
+    episode = browser.episode(EpisodeKey(row.group, row.place))
+    turns = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if not turn.tokens.num_sampled]
+    answers = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if turn.tokens.num_sampled]
+    prompt = run.words.text(turns[0][-EXCERPT_TOKENS:].tolist()) if turns else ""
+    answer = run.words.text(answers[-1][:EXCERPT_TOKENS].tolist()) if answers else ""
+    return {"prompt": prompt[-EXCERPT:], "answer": answer[:EXCERPT]}
 
 
 def _place_of(run: OpenRun, episode: Episode, needle: str) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from headrace.errors import DataError, HeadraceError
 from headrace.flow.ledger.base import Conservation, Fates
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
-from headrace.observe import age_histogram, observed
+from headrace.observe import age_histogram, evaluations, observed
 from headrace.observe.metrics import REGISTRY, find, flat
 from headrace.types.observation import Account, StepRecord
 from headrace.view.run import LIVING, OpenRun
@@ -38,6 +38,8 @@ def overview(run: OpenRun) -> dict[str, Any]:
         "notes": run.notes(),
         "warnings": _texts(live.get("warnings") or run.summary.tree.get("warnings")),
         "figures": _figures(run, living),
+        "evaluations": evaluations(run.steps, {} if living else run.summary.tree),
+        "about": run.about,
         "eta_s": live.get("eta_s"),
         "waits": live.get("waits") or [],
         "events": [msgspec.structs.asdict(event) for event in run.events[-EVENTS:]],

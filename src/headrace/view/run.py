@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.clock import Clock
-from headrace.errors import DataError, HeadraceError, visible
+from headrace.errors import DataError, HeadraceError
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
-from headrace.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE
+from headrace.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, run_about, run_name
 from headrace.types.observation import Event, StepRecord
 from headrace.types.trace import Span
 from headrace.view.lanes import LaneIndex
@@ -68,9 +68,12 @@ class OpenRun:
     @property
     def name(self) -> str:
         """What people call it."""
-        own = self.directory.resolve()
-        shown = str(self.config.section("run").get("name") or "") or own.name
-        return visible(f"{own.parent.name}/{own.name}" if shown == "run" else shown)
+        return run_name(self.directory, self.config.tree)
+
+    @property
+    def about(self) -> str:
+        """Its model, its rows and what it is rewarded for, in a line."""
+        return run_about(self.config.tree)
 
     @property
     def steps(self) -> list[StepRecord]:

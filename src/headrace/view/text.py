@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headrace.engine.server.text import Detokenizer
 from headrace.errors import HeadraceError, ModelError
+from headrace.models.hub import local_directory
 
 BEFORE = 16
 """Tokens before a window that may change how its first ones read."""
@@ -54,6 +55,7 @@ class Words:
 def _load(model_dir: str) -> Decode:
     if not model_dir:
         raise ModelError("the settings of this run name no model", remedy="restore its config.json")
+    model_dir = local_directory(model_dir, weights=False, fetch=False)
     file = Path(model_dir) / "tokenizer.json"
     if file.is_file():
         from tokenizers import Tokenizer

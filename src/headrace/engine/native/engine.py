@@ -44,8 +44,10 @@ from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.errors import ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
+from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
-from headrace.models.kernels.fuse import fuse
+from headrace.models.kernels.fuse import fits, fuse
+from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.lora import Switch
 from headrace.models.paged import choose
 from headrace.models.paged.base import Geometry, PagedPlan
@@ -129,7 +131,7 @@ class NativeEngine:
         self._judged = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
-        self._names = {"attention": attention, "kernels": kernels}
+        self._names = {"attention": attention, "kernels": kernels, **_fallback(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
         """What the engine says of itself, for people: what computes it, and where its memory goes."""
@@ -394,6 +396,12 @@ class NativeEngine:
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _fallback(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
+    """What is slower than it could be on this machine, in words, where the kernels would serve and are missing."""
+    loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
+    return {"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {}
 
 
 def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -24,6 +24,7 @@ from headrace.engine.vllm import command as vllm_command
 from headrace.engine.vllm.dialect import VllmDialect, ask_workers
 from headrace.environ import secret
 from headrace.errors import ConfigError
+from headrace.models.hub import called
 from headrace.models.load import limit_of, read_config
 
 
@@ -139,7 +140,7 @@ def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wa
             f"{limit.reason}, and a server chooses once, by its context",
             remedy=f"start it with a context of at most {limit.length} tokens",
         )
-    if Path(met.model).name != Path(wanted.path).name:
+    if called(met.model) != called(wanted.path):
         raise ConfigError(
             f"{dialect.name} at {address} serves {met.model!r}, and model.path={wanted.path!r} is trained",
             remedy="start it with the directory of model.path",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from headrace.clock import Clock
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.fixed import LoadedWeights
@@ -13,6 +11,7 @@ from headrace.engine.server.run import Loaded
 from headrace.errors import ConfigError
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.hub import called
 from headrace.models.load import context_length, load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
 from headrace.models.weights import model_bytes
@@ -51,4 +50,4 @@ def load(config: ServeConfig, *, clock: Clock) -> Loaded:
 
 def model_name(config: ServeConfig) -> str:
     """What clients call the model."""
-    return config.serve.name or Path(config.model.path).resolve().name or "model"
+    return config.serve.name or called(config.model.path) or "model"

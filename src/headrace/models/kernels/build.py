@@ -27,6 +27,9 @@ from headrace.environ import cache_root
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order; the first that is installed compiles."""
 
+NO_COMPILER = "no C++ compiler is installed"
+INSTALL = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install)"
+
 NATIVE = ("-march=native",)
 """For the processor of this machine."""
 
@@ -46,6 +49,10 @@ class Unavailable:
 
     reason: str
 
+    def __str__(self) -> str:
+        remedy = f"{INSTALL}, and start again" if self.reason.startswith(NO_COMPILER) else "mend that, and start again"
+        return f"the compiled kernels are missing ({self.reason}): sampling takes about twice as long; {remedy}"
+
 
 class _CannotBuild(Exception):
     """The reason, in words."""
@@ -62,6 +69,11 @@ def build_ahead() -> None:
     threading.Thread(target=open_library, args=(kernel_cache(),), name="kernels").start()
 
 
+def find_compiler(compilers: Sequence[str] = COMPILERS) -> str | None:
+    """The path of the first of ``compilers`` that is installed; ``None`` where none is."""
+    return next(filter(None, map(shutil.which, compilers)), None)
+
+
 def open_library(
     cache: Path, compilers: Sequence[str] = COMPILERS, target: Sequence[str] = NATIVE
 ) -> ctypes.CDLL | Unavailable:
@@ -70,9 +82,9 @@ def open_library(
     ``target``: the compiler's options that say for which processor.
     """
     try:
-        compiler = next(filter(None, map(shutil.which, compilers)), None)
+        compiler = find_compiler(compilers)
         if compiler is None:
-            raise _CannotBuild(f"no C++ compiler is installed (looked for {', '.join(compilers)})")
+            raise _CannotBuild(f"{NO_COMPILER} (looked for {', '.join(compilers)})")
         _own(cache)
         command = (compiler, *_FLAGS, *target)
         file = cache / f"{_name(command)}.so"

@@ -221,7 +221,7 @@ def make_deterministic(model: nn.Module) -> FuseReport:
     if isinstance(loaded, Unavailable):
         raise ModelError(
             f"there are no kernels that could make it deterministic: {loaded.reason}",
-            remedy="install a C++ compiler such as g++, or leave model.deterministic out",
+            remedy="install a C++ compiler (Debian, Ubuntu: apt install g++), or leave model.deterministic out",
         )
     report = fuse(model, loaded, layers=False)
     remedy = "leave model.deterministic out, or use an architecture whose layers the kernels cover: qwen3, llama, ..."

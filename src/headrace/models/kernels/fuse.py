@@ -111,6 +111,11 @@ def unfuse(model: nn.Module) -> None:
             del module.forward
 
 
+def fits(model: nn.Module) -> bool:
+    """Whether the kernels are for a model of its number format, on its device."""
+    return all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 def _unfit(model: nn.Module) -> str | None:
     strange = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float32}
     places = {p.device.type for p in model.parameters()} - {"cpu"}

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from headrace.observe.pages.html import figure, page, text
+from headrace.observe.words import plural
 from headrace.types.episode import Episode, Turn
 
 MAX_TOKENS = 50_000
@@ -98,7 +99,7 @@ def _graph(episode: Episode) -> str:
             x0, y0 = places[turn.parent]
             lines.append(f"<path d='M{x0} {y0} C{x0} {y0 + _STEP}, {x} {y - _STEP}, {x} {y}'/>")
         kind = "sampled" if turn.stop_reason is not None else "given"
-        words = f"{index} · {turn.author} · {len(turn.tokens)} tokens"
+        words = f"{index} · {turn.author} · {plural(len(turn.tokens), 'token')}"
         earned = f" · {figure(turn.reward)}" if turn.reward is not None else ""
         marks.append(
             f"<a href='#turn-{index}'><circle class='{kind}' cx='{x}' cy='{y}' r='6'/>"
@@ -113,7 +114,7 @@ def _graph(episode: Episode) -> str:
 
 
 def _turn(index: int, turn: Turn, spell: Spell, *, single: bool) -> str:
-    facts = [f"{len(turn.tokens)} tokens"]
+    facts = [plural(len(turn.tokens), "token")]
     facts += [f"continues {turn.parent}"] if turn.parent is not None else []
     facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
     facts += [f"earned {figure(turn.reward)}"] if turn.reward is not None else []

@@ -14,15 +14,18 @@ from matplotlib.ticker import MaxNLocator
 
 from headrace.observe.pictures.canvas import Theme, say
 from headrace.observe.rundata import RunData
+from headrace.observe.summary import evaluations
 
 Column = npt.NDArray[np.float64]
+JOINED = 3
+"""Evaluations; fewer are points that no line joins."""
 
 
 def draw_reward(figure: Figure, run: RunData, theme: Theme) -> None:
     """Reward over optimizer steps."""
     axes = figure.add_subplot()
     axes.set_title("Reward")
-    evals = evaluations(run)
+    evals = evaluations(run.steps, run.summary)
     steps_S = np.array([step.version for step in run.steps], np.float64)
     mean_S, std_S = (_column([getattr(step, name) for step in run.steps]) for name in ("reward_mean", "reward_std"))
     if not evals and not np.isfinite(mean_S).any():
@@ -43,7 +46,17 @@ def draw_reward(figure: Figure, run: RunData, theme: Theme) -> None:
     if evals:
         x, y = zip(*evals, strict=True)
         style: dict[str, Any] = {"mfc": theme.orange, "mec": theme.ink, "mew": 0.9}
-        axes.plot(x, y, "D--", color=theme.orange, ms=8, lw=1.2, label="held-out evaluation", zorder=5, **style)
+        axes.plot(
+            x,
+            y,
+            "D--" if len(evals) >= JOINED else "D",
+            color=theme.orange,
+            ms=8,
+            lw=1.2,
+            label="held-out evaluation",
+            zorder=5,
+            **style,
+        )
         for at, side, offset in ((0, "right", -9), (-1, "left", 9))[-len(evals) :]:
             place: dict[str, Any] = {"ha": side, "va": "center", "textcoords": "offset points", "fontweight": "bold"}
             axes.annotate(f"{evals[at][1]:.2f}", evals[at], xytext=(offset, 0), zorder=6, **place)
@@ -54,21 +67,6 @@ def draw_reward(figure: Figure, run: RunData, theme: Theme) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(y=0.1)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9)
-
-
-def evaluations(run: RunData) -> list[tuple[int, float]]:
-    """(version, mean held-out reward) of every evaluation, the ones before and after the run included."""
-    points = {
-        step.version if step.eval_version is None else step.eval_version: step.eval_accuracy
-        for step in run.steps
-        if step.eval_accuracy is not None
-    }
-    before, after = run.measured("eval_before"), run.measured("eval_after")
-    if before is not None:
-        points[0] = before
-    if after is not None:
-        points[run.steps[-1].version if run.steps else 0] = after
-    return sorted(points.items())
 
 
 def rolling_mean(values_S: Column, window: int) -> Column:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError, nearest
+from headrace.models.hub import called, is_hub_name, local_directory
 from headrace.plan.catalogue.shape import ModelShape, shape_of
 
 
@@ -63,13 +64,14 @@ def model(path: str) -> ModelShape:
 
     Raises :class:`~headrace.errors.ConfigError` where there is neither.
     """
-    file = Path(path) / "config.json"
+    name = called(path).casefold()
+    unknown = name not in models() and is_hub_name(path)
+    file = Path(local_directory(path, weights=False) if unknown else path) / "config.json"
     if file.is_file():
         try:
-            return shape_of(Path(path).name, json.loads(file.read_text(encoding="utf-8")))
+            return shape_of(called(path), json.loads(file.read_text(encoding="utf-8")))
         except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
             raise ConfigError(f"{file} does not say what the model is made of: {error}", remedy=_REMEDY) from None
-    name = Path(path).name.casefold()
     if name not in models():
         raise ConfigError(
             f"model.path={path!r} is no directory with a config.json, and {Path(path).name!r} is not in the catalogue",

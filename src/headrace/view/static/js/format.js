@@ -26,6 +26,11 @@ export function count(value) {
   return isNumber(value) ? WHOLE.format(value) : NONE;
 }
 
+/** An amount with its unit in the right number: "1 turn", "2 turns". */
+export function plural(amount, one, many = `${one}s`) {
+  return isNumber(amount) ? `${Number.isInteger(amount) ? count(amount) : number(amount)} ${amount === 1 ? one : many}` : NONE;
+}
+
 /** 12,345 as 12.3k, where there is little room. */
 export function short(value) {
   if (!isNumber(value)) return NONE;
@@ -43,6 +48,7 @@ export function percent(value) {
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return NONE;
+  if (seconds === 0) return "0 s";
   if (seconds < 0) return `−${duration(-seconds)}`;
   if (seconds < 1e-3) return `${number(seconds * 1e6)} µs`;
   if (seconds < 0.0995) return `${number(seconds * 1e3)} ms`;

@@ -2,7 +2,7 @@
 
 import { ask, follow, query } from "./api.js";
 import { h, put } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 import { trouble } from "./parts.js";
 
 const PAGES = [
@@ -76,7 +76,7 @@ function frame() {
     ? h("select", { "aria-label": "run", onchange: (event) => { location.hash = to(event.target.value, page === "episodes" ? "episodes" : page); } },
       state.runs.map((each, at) => h("option", { value: at, selected: at === run }, each.name)))
     : h("span", { class: "mono" }, now.name);
-  const done = now.steps_total ? `${count(now.steps_done)} of ${count(now.steps_total)} steps` : `${count(now.steps_done)} steps`;
+  const done = now.steps_total ? `${count(now.steps_done)} of ${count(now.steps_total)} steps` : plural(now.steps_done, "step");
   const focused = top.contains(document.activeElement) ? document.activeElement.tagName : null;
   put(top,
     h("a", { class: "brand", href: to(run, "overview") }, h("img", { src: "/static/mark.svg", alt: "headrace" }), h("span", { "aria-hidden": "true" }, "headrace")), names,

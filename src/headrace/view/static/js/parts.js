@@ -1,7 +1,7 @@
 // Pieces that several pages are made of.
 
 import { h, oneLine, put, visible } from "./dom.js";
-import { count, plain } from "./format.js";
+import { plain } from "./format.js";
 
 /** A row of figures: [label, value, note]. */
 export function cards(rows) {
@@ -67,8 +67,4 @@ export function fate(row) {
 export function log(items) {
   return h("ul", { class: "log", tabindex: 0, "aria-label": "events, the latest first" }, items.map(([when, words, level]) =>
     h("li", { class: level }, h("time", {}, when), h("span", {}, visible(words)))));
-}
-
-export function plural(amount, one, many = `${one}s`) {
-  return `${count(amount)} ${amount === 1 ? one : many}`;
 }

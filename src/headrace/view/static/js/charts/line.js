@@ -11,9 +11,9 @@ const TOP = 8;
 const RIGHT = 8;
 
 /**
- * A figure. `options`: title, unit, what, level (of the heading), height, zero (whether the axis begins there), low,
+ * A figure. `options`: title, unit, what, level (of the heading), height, named (whether a single line has a legend too), zero (whether the axis begins there), low,
  * high, xLabel, format (of a value), xFormat. `draw({ x, series, band })`, with series [{ name, values, color, width,
- * dash, dots, quiet }] and band { low, high, color }, draws or redraws it.
+ * dash, dots, loose, quiet }] and band { low, high, color }, draws or redraws it. `loose` values are points that no line joins.
  */
 export class LineChart {
   constructor(options) {
@@ -38,7 +38,7 @@ export class LineChart {
   draw(data) {
     this.data = data;
     const loud = data.series.filter((each) => !each.quiet);
-    put(this.legend, loud.length < 2 ? null : loud.map((each) =>
+    put(this.legend, loud.length < (this.options.named ? 1 : 2) ? null : loud.map((each) =>
       h("li", {}, h("span", { class: "key line", style: { background: each.color } }), each.name)));
     this.plot.setAttribute("aria-label", this.#words());
     this.#render();
@@ -107,9 +107,9 @@ export class LineChart {
         if (!each.bridge) pen = false;
         return;
       }
-      path += `${pen ? "L" : "M"}${this.toX(x[at]).toFixed(1)} ${this.toY(value).toFixed(1)}`;
+      if (!each.loose) path += `${pen ? "L" : "M"}${this.toX(x[at]).toFixed(1)} ${this.toY(value).toFixed(1)}`;
       pen = true;
-      if (each.dots || x.length === 1) dots.push(s("circle", { cx: this.toX(x[at]), cy: this.toY(value), r: 3.6, fill: each.color }));
+      if (each.dots || each.loose || x.length === 1) dots.push(s("circle", { cx: this.toX(x[at]), cy: this.toY(value), r: 3.6, fill: each.color }));
     });
     return [s("path", { class: "series", d: path, stroke: each.color, "stroke-width": each.width,
       "stroke-dasharray": each.dash, opacity: each.opacity }), ...dots];

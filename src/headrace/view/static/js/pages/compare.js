@@ -2,7 +2,7 @@
 
 import { ask as askServer } from "../api.js";
 import { h, put, visible } from "../dom.js";
-import { count, duration, figure, inUnit, number, percent } from "../format.js";
+import { count, duration, figure, inUnit, number, percent, plural } from "../format.js";
 import { LineChart } from "../charts/line.js";
 import { rolling } from "../charts/scale.js";
 import { card, empty, notice, segments, select, table } from "../parts.js";
@@ -22,7 +22,7 @@ export async function open(root, { runs, filters, refilter, ask }) {
   const below = h("div", {});
   const names = metrics.map(({ name }) => [name, name]);
   if (!metrics.some(({ name }) => name === chosen.name)) names.unshift([chosen.name, chosen.name]);
-  put(root, h("h1", {}, "Compare"), h("p", { class: "sub" }, `${count(runs.length)} runs`),
+  put(root, h("h1", {}, "Compare"), h("p", { class: "sub" }, plural(runs.length, "run")),
     h("div", { class: "bar" },
       h("label", { class: "field" }, "Number", select("number", names, chosen.name, (metric) => refilter({ ...filters, metric }))),
       h("div", { class: "field" }, segments("over", AXES, chosen.axis, (axis) => refilter({ ...filters, axis })))), box, below);
@@ -65,7 +65,7 @@ function figures({ runs }) {
     ["trained tok/s", (run) => number(run.figures.trained_tok_s)],
     ["engine idle", (run) => percent(run.figures.engine_idle_frac)],
     ["learner idle", (run) => percent(run.figures.learner_idle_frac)],
-    ["oldest trained token", (run) => count(run.figures.max_token_age)],
+    ["oldest trained token", (run) => plural(run.figures.max_token_age, "version")],
     ["mismatch KL", (run) => number(run.figures.mismatch_kl)],
   ];
   return card("Figures", table([["", true], ...runs.map((run) => [run.name, false])], rows.map(([words, of]) => [words, ...runs.map((run) => visible(of(run)))]), "figures of the runs"),

@@ -1,7 +1,7 @@
 // One episode: what it earned, its siblings, the graph of its turns, and every token.
 
 import { h, oneLine, put, visible } from "../dom.js";
-import { count, isNumber, number, plain } from "../format.js";
+import { count, isNumber, number, plain, plural } from "../format.js";
 import { card, cards, fate, notice, segments } from "../parts.js";
 import { paints, scaleOf } from "../tokens/paint.js";
 import { TokenView } from "../tokens/view.js";
@@ -51,7 +51,7 @@ function head(episode, to, filters) {
     cards([
       ["Reward", number(episode.reward), Object.entries({ ...episode.parts, ...episode.agent_rewards }).map(([name, value]) => `${visible(name)} ${number(value)}`).join(", ")],
       ["Advantage", isNumber(advantage) ? number(advantage) : "–", isNumber(advantage) ? `from the rewards of its step${episode.turns.some((turn) => turn.teacher_adds) ? "; its teacher adds to each token" : ""}` : episode.advantage_why],
-      ["Sampled tokens", count(episode.tokens), `${count(episode.turns.length)} turns`],
+      ["Sampled tokens", count(episode.tokens), `in ${plural(episode.turns.filter((turn) => turn.stop_reason).length, "turn")}`],
       ["Trained in step", episode.step === null ? "–" : count(episode.step + 1), isNumber(episode.age) ? `oldest token of age ${episode.age}` : ""],
     ]),
   ];
@@ -65,7 +65,7 @@ function siblings(episode, to, filters) {
 
 function section(turn, view) {
   const facts = [
-    `${count(turn.tokens)} tokens${turn.sampled && turn.sampled !== turn.tokens ? `, ${count(turn.sampled)} sampled` : ""}`,
+    `${plural(turn.tokens, "token")}${turn.sampled && turn.sampled !== turn.tokens ? `, ${count(turn.sampled)} sampled` : ""}`,
     turn.versions ? `version ${turn.versions[0] === turn.versions[1] ? turn.versions[0] : turn.versions.join(" to ")}` : null,
     turn.stop_reason ? `ended by ${plain(turn.stop_reason)}` : null,
     isNumber(turn.reward) ? `reward ${number(turn.reward)}` : null,
@@ -75,7 +75,7 @@ function section(turn, view) {
     turn.teacher ? `taught by ${oneLine(turn.teacher, 40)}` : null,
     turn.untrained ? `carries no loss: ${plain(visible(turn.untrained))}` : null,
     turn.mixed ? `${count(turn.mixed)} of mixed versions` : null,
-    isNumber(turn.rerouted) && turn.rerouted > 0 ? `${count(turn.rerouted)} tokens were routed otherwise when they were read again` : null,
+    isNumber(turn.rerouted) && turn.rerouted > 0 ? `${plural(turn.rerouted, "token was", "tokens were")} routed otherwise when read again` : null,
   ];
   return h("section", { class: "card turn", id: `turn-${turn.index}`, tabindex: -1, "aria-label": `turn ${turn.index + 1} by ${oneLine(turn.author, 40)}` },
     h("header", {}, h("h2", { style: { margin: "0" } }, oneLine(turn.author, 60) || "–"), h("span", { class: "faint" }, facts.filter(Boolean).join(" · "))), view.element);

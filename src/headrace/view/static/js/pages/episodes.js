@@ -2,8 +2,8 @@
 
 import { query } from "../api.js";
 import { h, oneLine, put, visible } from "../dom.js";
-import { count, isNumber, moment, number } from "../format.js";
-import { empty, fate, plural, select, table } from "../parts.js";
+import { count, isNumber, moment, number, plural } from "../format.js";
+import { empty, fate, select, table } from "../parts.js";
 import { openEpisode } from "./episode.js";
 
 const STATUS = [["", "any fate"], ["trained", "trained"], ["waiting", "waiting to be trained"], ["dropped", "group dropped"], ["failed", "failed"],
@@ -48,12 +48,19 @@ function bar(wanted, words, change, refilter) {
 
 function rows(list, { to }, from) {
   const most = Math.max(...list.map((row) => row.reward ?? 0), 1e-9);
-  return table([["episode", true], ["step", false], ["reward", false], ["tokens", false], ["versions", false], ["age", false], ["fate", true], ["ended", false]],
+  return table([["episode", true], ["prompt and answer", true], ["step", false], ["reward", false], ["tokens", false], ["versions", false], ["age", false], ["fate", true], ["ended", false]],
     list.map((row) => [
       h("a", { href: to("episodes", [row.key], from.filters) }, row.key),
+      said(row),
       row.step === null ? "–" : count(row.step + 1),
       [isNumber(row.reward) && row.reward >= 0 ? h("span", { class: "meter", "aria-hidden": "true" }, h("i", { style: { width: `${100 * Math.min(1, row.reward / most)}%` } })) : null, number(row.reward)],
       count(row.tokens), versions(row), row.age ?? "–", fate(row), moment(row.ended_s)]), "episodes");
+}
+
+/** The end of its prompt and the beginning of its last answer. */
+function said({ prompt, answer }) {
+  if (!prompt && !answer) return "–";
+  return h("span", { class: "said" }, h("span", { class: "given" }, oneLine(prompt)), h("span", {}, oneLine(answer) || "(empty)"));
 }
 
 export function versions({ oldest, newest }) {

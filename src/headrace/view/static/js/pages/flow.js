@@ -3,7 +3,7 @@
 import { lyingBar, StackedBars } from "../charts/bars.js";
 import { LineChart } from "../charts/line.js";
 import { h, put, visible } from "../dom.js";
-import { count, isNumber, number, percent, plain } from "../format.js";
+import { count, isNumber, number, percent, plain, plural } from "../format.js";
 import { card, cards, empty, notice, table } from "../parts.js";
 
 const AGES = ["var(--sky)", "var(--blue)", "var(--purple)", "var(--orange)", "var(--red)", "var(--slate)"];
@@ -57,7 +57,7 @@ function fates(now) {
     cards([
       ["Groups trained", count(now.fates.groups?.trained), `of ${count(now.fates.groups?.submitted)} submitted`],
       ["Tokens wasted", percent(wasted(units.at(-1)) / (now.fates[units.at(-1)].submitted || 1)), `${count(wasted(units.at(-1)))} will not be trained`],
-      ["Oldest trained token", oldest < 0 ? "–" : `${oldest}`, isNumber(now.max_age) ? `versions; the bound is ${now.max_age}` : "versions"],
+      ["Oldest trained token", oldest < 0 ? "–" : plural(oldest, "version"), isNumber(now.max_age) ? `the bound is ${now.max_age}` : ""],
       ["The books", holds ? "balance" : "DO NOT BALANCE", holds ? "every unit is accounted for" : "headrace ledger RUN says more"],
     ]),
     card("Fates", h("div", { class: "stack", style: { marginBottom: "14px" } }, units.flatMap((unit) =>

@@ -1,27 +1,40 @@
-// How the run stands, on one page: verdict, figures, reward, throughput.
+// How the run stands, on one page: verdict, figures, reward and what is learned from it, throughput.
 
 import { LineChart } from "../charts/line.js";
 import { rolling } from "../charts/scale.js";
 import { h, put, visible } from "../dom.js";
-import { count, duration, figure, isNumber, moment, number, percent, plain } from "../format.js";
+import { count, duration, figure, isNumber, moment, number, percent, plain, plural } from "../format.js";
 import { card, cards, log, notice } from "../parts.js";
 
-const NAMES = ["reward_mean", "reward_std", "eval_accuracy", "generated_tokens", "trained_tokens", "wait_s", "seconds", "exposed_sync_s", "length_mean"];
+const LEARNING = [ // beside the reward: [title, unit, colour, { metric: words }]
+  ["Loss", "what was minimised", "var(--blue)", { loss: "loss" }],
+  ["Gradient norm", "before clipping", "var(--purple)", { grad_norm: "gradient norm" }],
+  ["KL", "nats", "", { kl_ref: "to the reference", kl_teacher: "to the teacher", kl_mu_k3: "sampler to policy" }],
+  ["Entropy", "nats per token", "var(--green)", { entropy: "entropy" }],
+  ["Learning rate", "", "var(--slate)", { lr: "learning rate" }],
+];
+const TINTS = ["var(--orange)", "var(--purple)", "var(--blue)"];
+const NAMES = ["reward_mean", "reward_std", "generated_tokens", "trained_tokens", "wait_s", "seconds", "exposed_sync_s", "length_mean",
+  ...LEARNING.flatMap(([, , , metrics]) => Object.keys(metrics))];
+const JOINED = 3; // fewer held-out points than these are points, and no line
 
 export async function open(root, { ask }) {
   const head = h("div", {});
-  const reward = new LineChart({ title: "Reward", unit: "mean over each step's batch", height: 230 });
-  const speed = new LineChart({ title: "Throughput", unit: "tokens per second, over some steps", height: 230, zero: true });
-  const learner = new LineChart({ title: "Where the learner's time goes", unit: "seconds of each step", height: 190, zero: true, format: (value) => duration(value) });
-  const length = new LineChart({ title: "Length", unit: "sampled tokens per episode", height: 190, zero: true });
+  const reward = new LineChart({ title: "Reward", unit: "mean over each step's batch", height: 380 });
+  const speed = new LineChart({ title: "Throughput", unit: "tokens per second", height: 170, zero: true });
+  const learner = new LineChart({ title: "Learner's time", unit: "of each step", height: 170, zero: true, format: (value) => duration(value) });
+  const length = new LineChart({ title: "Length", unit: "sampled tokens per episode", height: 170, zero: true });
+  const learning = LEARNING.map(([title, unit]) => new LineChart({ title, unit, height: 150, zero: title === "KL", named: title === "KL" }));
   const tail = h("div", {});
-  put(root, head, h("div", { class: "grid" }, reward.element, speed.element, learner.element, length.element), tail);
+  reward.element.classList.add("lead");
+  put(root, head, h("div", { class: "board" }, [reward, ...learning, speed, learner, length].map(({ element }) => element)), tail);
 
   async function refresh() {
     const [now, series] = await Promise.all([ask("overview"), ask(`series?names=${NAMES.join(",")}`)]);
     put(head, header(now));
     put(tail, below(now));
-    drawReward(reward, series);
+    drawReward(reward, series, now.evaluations);
+    learning.forEach((chart, at) => drawLearning(chart, series, LEARNING[at]));
     drawSpeed(speed, series);
     const { columns } = series;
     learner.draw({ x: series.step, series: [
@@ -41,7 +54,7 @@ function header(now) {
   const [bound, ...rest] = now.verdict.split(": ");
   return [
     h("h1", {}, now.name),
-    h("p", { class: "sub" }, [now.directory, living && now.phase ? now.phase : null, now.cause].filter(Boolean).map(visible).join(" · ")),
+    h("p", { class: "sub" }, [now.about, now.directory, living && now.phase ? now.phase : null, now.cause].filter(Boolean).map(visible).join(" · ")),
     living && now.steps_total ? h("div", { class: "progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": 0,
       "aria-valuemax": now.steps_total, "aria-valuenow": now.steps_done }, h("div", { style: { width: `${100 * done}%` } })) : null,
     h("section", { class: "card verdict", "aria-label": "verdict" }, h("p", {}, now.verdict
@@ -55,8 +68,7 @@ function header(now) {
       ["Steps", now.steps_total ? `${count(now.steps_done)} / ${count(now.steps_total)}` : count(now.steps_done), time(now, living)],
       ["Generated", `${number(figures.generated_tok_s)} tok/s`, `engine idle ${percent(figures.engine_idle_frac)}`],
       ["Trained", `${number(figures.trained_tok_s)} tok/s`, `learner idle ${percent(figures.learner_idle_frac)}`],
-      ["Oldest trained token", isNumber(figures.max_token_age) ? `${figures.max_token_age}` : "–",
-        isNumber(now.max_age) ? `versions; the bound is ${now.max_age}` : "versions"],
+      ["Oldest trained token", plural(figures.max_token_age, "version"), isNumber(now.max_age) ? `the bound is ${now.max_age}` : ""],
       ["Commit gap", isNumber(figures.commit_gap_ms?.p99) ? duration(figures.commit_gap_ms.p99 / 1e3) : "–", "99th percentile: the engine stands still"],
       ["Engine against learner", number(figures.mismatch_kl), "mismatch KL at equal weights"],
     ]),
@@ -83,16 +95,27 @@ function below(now) {
   ];
 }
 
-function drawReward(chart, { step, columns }) {
+function drawLearning(chart, { step, columns }, [, , color, metrics]) {
+  const there = Object.entries(metrics).filter(([name]) => columns[name].some(isNumber));
+  chart.draw({ x: step, series: there.map(([name, words], at) => ({ name: words, values: columns[name], color: color || TINTS[at] })) });
+}
+
+/** The rewards of the batches; the held-out ones stand where their version was committed, the first before all steps. */
+function drawReward(chart, { step, columns }, evaluations) {
   const window = Math.max(1, Math.floor(step.length / 15));
-  const smooth = rolling(columns.reward_mean, window);
-  const spread = rolling(columns.reward_std, window);
+  const x = [...new Set([...step, ...evaluations.map(([version]) => version)])].sort((one, two) => one - two);
+  const spreadOut = (at, values) => x.map((place) => values[at.get(place)] ?? null);
+  const ofStep = new Map(step.map((version, at) => [version, at]));
+  const means = spreadOut(ofStep, columns.reward_mean);
+  const smooth = spreadOut(ofStep, rolling(columns.reward_mean, window));
+  const spread = spreadOut(ofStep, rolling(columns.reward_std, window));
+  const heldOut = spreadOut(new Map(evaluations.map(([version], at) => [version, at])), evaluations.map(([, value]) => value));
   const edge = (sign) => smooth.map((value, at) => (isNumber(value) && isNumber(spread[at]) ? value + sign * spread[at] : null));
-  const evaluated = columns.eval_accuracy.some(isNumber);
-  chart.draw({ x: step, band: window > 1 ? inside(edge(-1), edge(1)) : undefined, series: [
-    { name: "each step", values: columns.reward_mean, color: "var(--blue)", opacity: window > 1 ? 0.4 : 1, width: 1.2, quiet: window > 1 },
-    ...(window > 1 ? [{ name: `mean of ${window}`, values: smooth, color: "var(--blue)", width: 2.4 }] : []),
-    ...(evaluated ? [{ name: "held out", values: columns.eval_accuracy, color: "var(--orange)", dots: true, bridge: true, dash: "4 4" }] : [])] });
+  const few = evaluations.length < JOINED;
+  chart.draw({ x, band: window > 1 ? inside(edge(-1), edge(1)) : undefined, series: [
+    { name: "each step", values: means, color: "var(--blue)", opacity: window > 1 ? 0.4 : 1, width: 1.2, quiet: window > 1, bridge: true },
+    ...(window > 1 ? [{ name: `mean of ${window}`, values: smooth, color: "var(--blue)", width: 2.4, bridge: true }] : []),
+    ...(evaluations.length ? [{ name: "held out", values: heldOut, color: "var(--orange)", dots: true, loose: few, bridge: true, dash: "4 4" }] : [])] });
 }
 
 function inside(low, high) {

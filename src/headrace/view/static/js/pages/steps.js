@@ -12,8 +12,9 @@ const GROUPS = [
   ["Flow", /^(trained_tok|generated_tok|tokens$|queue|age|version_|max_age|capacity|pivots|dropped|set_aside|wasted)/],
   ["Time", /^(wall_s|seconds|wait_s|straggler|held_back|exposed|commit_gap)|_s$|_busy_frac$|prefill_frac|_s_per_episode$/],
   ["Parts", /^(engine_|cache|preempted|memory|cpu|disk)/],
-  ["Learning", /./],
+  ["Learning", /./], // what none of the others took
 ];
+const SHOWN = ["Reward", "Learning"]; // first; the others as they stand above
 const BATCH = 20;
 
 export async function open(root, context) {
@@ -57,8 +58,9 @@ export async function open(root, context) {
     const sections = GROUPS.map(([title, pattern]) => {
       const mine = wanted.filter(({ name }) => left.has(name) && pattern.test(name));
       mine.forEach(({ name }) => left.delete(name));
-      return mine.length ? [h("h2", { style: { margin: "20px 0 10px" } }, title), h("div", { class: "grid small" }, mine.map(one))] : null;
-    });
+      return [title, mine];
+    }).sort(([one], [two]) => place(one) - place(two)).map(([title, mine]) =>
+      (mine.length ? [h("h2", { style: { margin: "20px 0 10px" } }, title), h("div", { class: "grid small" }, mine.map(one))] : null));
     put(box, known.length ? (wanted.length ? sections : empty("No number has such a name.")) : empty("No step has ended yet."));
     for (const chart of charts.values()) watch.observe(chart.element);
   }
@@ -81,6 +83,10 @@ export async function open(root, context) {
   await refresh();
   outliers(odd, context, Number(filters.outliers) || runs[run].steps_done);
   return { refresh, close: () => watch.disconnect() };
+}
+
+function place(title) {
+  return SHOWN.includes(title) ? SHOWN.indexOf(title) : SHOWN.length;
 }
 
 /** The tokens of one step about which engine and learner differ most, or the least expected ones, with links. */

@@ -3,7 +3,7 @@
 import { Lanes, legend } from "../charts/lanes.js";
 import { query } from "../api.js";
 import { h, put } from "../dom.js";
-import { count, duration, percent, plain } from "../format.js";
+import { count, duration, percent, plain, plural } from "../format.js";
 import { card, empty, notice, table } from "../parts.js";
 
 export async function open(root, { ask, to }) {
@@ -32,7 +32,7 @@ export async function open(root, { ask, to }) {
 
   function show(data) {
     lanes.draw(data, whole);
-    put(about, `${duration(data.window[0])} to ${duration(data.window[1])} of ${duration(data.extent[1])} since the first rollout · ${count(whole.spans)} spans · drag to move, Ctrl + wheel or double click to zoom`);
+    put(about, `${duration(data.window[0])} to ${duration(data.window[1])} of ${duration(data.extent[1])} since the first rollout · ${plural(whole.spans, "span")} · drag to move, Ctrl + wheel or double click to zoom`);
     put(keys, legend(data.lanes));
     put(under, table([["lane", true], ["busy in this window", false], ["busy in all", false], ["spans in this window", false], ["", true]],
       data.lanes.map((lane) => [lane.lane, percent(lane.busy), percent(lane.busy_overall), count(lane.parts.reduce((sum, part) => sum + part.count, 0)),

@@ -1,0 +1,233 @@
+"""Models by their name on a hub: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
+
+huggingface_hub finds and fetches them, with its cache, its token and its offline mode. What is fetched is what a model
+directory may hold: settings, tokenizer and safetensors weights, no pickles and no code. Importing this module imports
+nothing of huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from headrace.config import merge
+from headrace.errors import ModelError
+
+_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./-]*))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"/models--(?P<repo>[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})/?")
+SETTINGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
+"""Patterns of the small files of a model: its settings and its tokenizer."""
+WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+MODEL_PATHS = (
+    *("model.path", "model.lora.adapter", "learner.critic.path"),
+    *("learner.reference.path", "learner.old.path"),
+)
+"""Settings that name the directory of a model or of an adapter, or one on a hub."""
+MODEL_TABLES = (("env", "agents", "path"), ("learner", "teachers", "path"))
+"""Lists of tables in sections, and their key that names a model as :data:`MODEL_PATHS` do."""
+
+Change = Callable[[str, str], str]
+"""From the name of a setting and its value to another value."""
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether ``path`` can be the name of a model on a hub.
+
+    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("Qwen/Qwen3-0.6B@main"), is_hub_name("./models/mine")
+    (True, True, False)
+    """
+    return _NAME.fullmatch(path) is not None
+
+
+def pinned(path: str) -> str:
+    """The name and commit of a model whose snapshot in the cache is the directory ``path``; another ``path`` as it is.
+
+    >>> pinned("/root/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/" + "0f" * 20)
+    'Qwen/Qwen3-0.6B@0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f'
+    """
+    found = _SNAPSHOT.search(path)
+    if found is None or found.end() != len(path):
+        return path
+    return f"{found['repo'].replace('--', '/', 1)}@{found['commit']}"
+
+
+def called(path: str) -> str:
+    """The name of the model at ``path``, without its directory, owner and revision.
+
+    >>> called("/models/Qwen3-0.6B"), called("Qwen/Qwen3-0.6B@main")
+    ('Qwen3-0.6B', 'Qwen3-0.6B')
+    """
+    name = pinned(path)
+    return Path(name.partition("@")[0] if is_hub_name(name) else name).name
+
+
+def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
+    """Settings in which everything that names a model is what ``change`` makes of it."""
+    for setting in MODEL_PATHS:
+        *sections, key = setting.split(".")
+        path = _inside(tree, sections).get(key)
+        if isinstance(path, str) and path:
+            piece: dict[str, Any] = {key: change(setting, path)}
+            for section in reversed(sections):
+                piece = {section: piece}
+            tree = merge(tree, piece)
+    for section, name, key in MODEL_TABLES:
+        tables = _inside(tree, [section]).get(name)
+        if isinstance(tables, list | tuple) and tables:
+            found = [
+                {**each, key: change(f"{section}.{name}[{place}].{key}", each[key])} if each.get(key) else each
+                for place, each in enumerate(tables)
+            ]
+            tree = merge(tree, {section: {name: found}})
+    return tree
+
+
+def _inside(tree: dict[str, Any], sections: list[str]) -> dict[str, Any]:
+    for section in sections:
+        inner = tree.get(section)
+        tree = inner if isinstance(inner, dict) else {}
+    return tree
+
+
+def same_repository(name: str, other: str) -> bool:
+    """Whether ``name`` says no revision, and ``other`` is a revision of the same model.
+
+    >>> same_repository("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B@main"), same_repository("a/b@main", "a/b@v2")
+    (True, False)
+    """
+    return is_hub_name(name) and "@" not in name and other.partition("@")[0] == name and is_hub_name(other)
+
+
+def local_directory(path: str, setting: str = "model.path", *, weights: bool = True, fetch: bool = True) -> str:
+    """The directory that ``path``, which is the value of ``setting``, stands for: itself, or the snapshot of a model of
+    that name, which is fetched where the cache does not hold it. Without ``weights`` the small files are enough;
+    without ``fetch`` only the cache is looked at.
+
+    Raises :class:`~headrace.errors.ModelError`.
+    """
+    named = None if Path(path).exists() else _NAME.fullmatch(path)
+    if named is None:
+        return path
+    patterns = (*SETTINGS, *(WEIGHTS if weights else ()))
+    try:
+        return _snapshot(named["repo"], named["revision"], patterns, fetch=fetch)
+    except ModelError as error:
+        raise ModelError(f"{setting}={path!r}: {error.problem}", remedy=error.remedy) from None
+    except Exception as error:  # its library of HTTP, its own tree of errors, and the disk's
+        raise _refusal(path, setting, error) from error
+
+
+def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fetch: bool) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if not fetch or (revision is not None and _COMMIT.fullmatch(revision)):
+        known = _cached(repo, revision, patterns)
+        if known is not None or not fetch:
+            return known or f"{repo}@{revision}"
+    try:
+        there = HfApi().model_info(repo, revision=revision)
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
+        raise
+    except Exception:
+        known = _cached(repo, revision, patterns)  # without a network, or without the hub, what is there will do
+        if known is None:
+            raise
+        return known
+    _refuse_without_safetensors([each.rfilename for each in there.siblings or ()])
+    return _download(repo, revision, patterns, local_files_only=False)
+
+
+def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str | None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return _download(repo, revision, patterns, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, local_files_only: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        repo,
+        revision=revision,
+        allow_patterns=list(patterns),
+        ignore_patterns=["*/*"],  # other formats of the same weights lie in folders
+        local_files_only=local_files_only,
+    )
+
+
+def _refuse_without_safetensors(files: Iterable[str]) -> None:
+    names = [name for name in files if "/" not in name]
+    if any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
+        return
+    pickled = [name for name in names if any(fnmatch(name, pattern) for pattern in PICKLES)]
+    if pickled:
+        raise ModelError(
+            f"its weights are pickles ({', '.join(pickled[:3])}), which run code when they are read, and it holds no "
+            "safetensors",
+            remedy="name a revision that has safetensors (many have one: NAME@refs/pr/1), or convert a copy that you "
+            "trust: save_pretrained writes them",
+        )
+    raise ModelError("it holds no safetensors weights", remedy="name the repository of a causal language model")
+
+
+def _refusal(path: str, setting: str, error: Exception) -> ModelError:
+    """Why a model could not be had, for people."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    repo, _, revision = path.partition("@")
+    hub = constants.ENDPOINT
+    login = "log in (hf auth login, or set HF_TOKEN)"
+    cache = f"its cache ({constants.HF_HUB_CACHE}) does not hold all of it"
+    local = f"there is no directory {path} here"
+    if isinstance(error, GatedRepoError):
+        return ModelError(
+            f"{setting}={path!r}: the model is gated, and its owner has not let you in",
+            remedy=f"accept its terms at {hub}/{repo}, then {login}",
+        )
+    if isinstance(error, RevisionNotFoundError):
+        return ModelError(
+            f"{setting}={path!r}: {repo} has no revision {revision!r} at {hub}",
+            remedy="name a branch, a tag or a commit, or leave @ and what follows it out",
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelError(
+            f"{setting}={path!r}: {local}, and no model of that name at {hub}, unless it is private",
+            remedy=f"correct the name{_nearby(repo)}; for a private model, {login}",
+        )
+    if constants.HF_HUB_OFFLINE:
+        return ModelError(
+            f"{setting}={path!r}: {local}, HF_HUB_OFFLINE is set, and {cache}",
+            remedy=f"unset HF_HUB_OFFLINE, fetch it where there is a network (hf download {repo}){_nearby(repo)}",
+        )
+    return ModelError(
+        f"{setting}={path!r}: {local}, {cache}, and it could not be fetched from {hub}: {_first_line(error)}",
+        remedy=f"look at the network (HF_ENDPOINT names another hub) and the disk, or give a directory{_nearby(repo)}",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _nearby(repo: str) -> str:
+    """Directories of models here that may be meant, as the end of a remedy."""
+    owner, _, name = repo.partition("/")
+    found = {
+        folder.name.casefold(): str(folder)
+        for place in (Path(), Path("models"), Path(owner))
+        for folder in (place.iterdir() if place.is_dir() else ())
+        if (folder / "config.json").is_file()
+    }
+    near = difflib.get_close_matches(name.casefold(), found, n=2, cutoff=0.5)
+    return f"; did you mean the directory {' or '.join(found[each] for each in near)}?" if near else ""

@@ -1,0 +1,106 @@
+"""A first run file: written by flags or by questions, checked before it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from headrace.cli.app import app
+from headrace.config.user_code import load_file
+from headrace.errors import HeadraceError
+from tests.session.runs import tiny_model
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model and rows, in which the program is called."""
+    tiny_model(tmp_path / "model")
+    rows = [{"question": f"{one}+1=", "answer": one + 1} for one in range(9)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def init(*arguments: str, answers: str = "") -> Result:
+    return CliRunner().invoke(app, ["init", *arguments], input=answers, env={"COLUMNS": "200"})
+
+
+MODEL, DATA = ("--model", "model"), ("--data", "train.jsonl")
+
+
+def test_flags_write_a_file_that_a_dry_run_accepts_and_a_reward_that_works(place: Path) -> None:
+    said = init(*MODEL, *DATA)
+    assert said.exit_code == 0, said.output
+    assert said.output.endswith("headrace train run.toml --dry-run\nheadrace train run.toml\n")
+    assert 'prompt_column = "question"' in (place / "run.toml").read_text()
+    planned = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert planned.output.startswith("9 tasks, 0 held out; 100 steps of 8 groups")
+    reward = vars(load_file(place / "reward.py"))["reward"]
+    told = [("it is 1,234.", "1234"), ("12", "#### 12"), ("no, 12 or 13", 12), ("Paris.", "paris"), ("x", ""), ("", 1)]
+    assert [reward(completion, answer) for completion, answer in told] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_file_that_is_there_stays_unless_it_may_be_written_over(place: Path) -> None:
+    (place / "run.toml").write_text("mine")
+    refused = init(*MODEL, *DATA)
+    assert isinstance(refused.exception, HeadraceError)
+    assert "run.toml is there already" in str(refused.exception)
+    assert (place / "run.toml").read_text() == "mine"
+    (place / "reward.py").write_text("def reward(completion, answer):\n    return 0.5\n")
+    assert init(*MODEL, *DATA, "--force").exit_code == 0
+    assert "[model]" in (place / "run.toml").read_text()
+    assert "0.5" in (place / "reward.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (DATA, "--model is not given, and nobody can be asked"),
+        (("--model", "modle", *DATA), "modle"),
+        ((*MODEL, "--data", "none.jsonl"), "none.jsonl does not exist"),
+        ((*MODEL, *DATA, "--prompt-column", "text"), "no column 'text': it has question, answer"),
+        ((*MODEL, *DATA, "--answer-column", "reply"), "called 'reply'"),
+        ((*MODEL, *DATA, "--reward", "mine.py:strange"), "asks for solution, and a row has question, answer"),
+        ((*MODEL, *DATA, "--reward", "mine.py:mute"), "neither completion nor completions"),
+        ((*MODEL, *DATA, "--reward", "mine.py:none"), "mine.py defines no 'none'"),
+        ((*MODEL, *DATA, "--eval", "none.jsonl"), "none.jsonl does not exist"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_no_run_file_is_written(
+    arguments: Sequence[str], words: str, place: Path
+) -> None:
+    (place / "mine.py").write_text("def strange(completion, solution): ...\ndef mute(answer): ...\n")
+    refused = init(*arguments)
+    assert isinstance(refused.exception, HeadraceError)
+    assert words in str(refused.exception)
+    assert not (place / "run.toml").exists()
+    assert not list(place.glob(".run.toml*"))
+
+
+@pytest.mark.usefixtures("place")
+def test_what_no_flag_says_is_asked_until_the_answer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr)
+    monkeypatch.setattr("headrace.cli.init.sys", terminal)
+    said = init(answers="modle\nmodel\ntrain.jsonl\n")
+    assert said.exit_code == 0, said.output
+    assert said.output.count("Model (a directory") == 2
+    assert "headrace train run.toml" in said.output
+
+
+def test_help_says_what_every_verb_is_for_and_what_every_benchmark_measures() -> None:
+    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).output
+    groups = ("Begin and train", "Use what was trained", "Look at a run", "Plan, compare and measure")
+    places = [said.index(group) for group in groups]
+    assert places == sorted(places)
+    assert places[0] < said.index("│ init ") < said.index("│ train ") < places[1] < said.index("│ serve ") < places[2]
+    bench = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "160"}).output
+    for name, measured in {"faults": "with a part killed at a random moment", "sync": "transports and codecs"}.items():
+        assert f" {name}  " in bench
+        assert measured in bench
