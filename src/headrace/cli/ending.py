@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.cli.output import console, readable
 from headrace.control.summary import Summary
-from headrace.observe.words import number
+from headrace.observe.words import number, percent
 
 
 def show_summary(summary: Summary) -> None:
@@ -36,7 +36,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("training took", f"{summary.wall_s:.1f} s"),
         ("generated", f"{summary.tokens_generated:,} tokens, {summary.generated_tok_s:,.0f} per second"),
         ("trained", f"{summary.tokens_trained:,} tokens, {summary.trained_tok_s:,.0f} per second"),
-        ("idle", f"engine {summary.engine_idle_frac:.0%}, learner {summary.learner_idle_frac:.0%}"),
+        ("idle", f"engine {percent(summary.engine_idle_frac)}, learner {percent(summary.learner_idle_frac)}"),
         ("commit gap", f"median {gap.p50:.2f} ms, p99 {gap.p99:.2f} ms; {summary.sequences_restarted} restarts"),
         ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
         ("oldest token trained", f"{summary.max_token_age} versions"),

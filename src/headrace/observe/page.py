@@ -13,7 +13,6 @@ import msgspec
 from headrace.errors import visible
 from headrace.observe.document import document
 from headrace.observe.rundata import RunData
-from headrace.observe.verdict import Verdict
 from headrace.observe.words import duration, number
 
 _LONGEST = 4000
@@ -31,7 +30,7 @@ class Picture:
     dark: bytes
 
 
-def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> str:
+def page(run: RunData, verdict: str, pictures: Sequence[Picture]) -> str:
     """The whole document."""
     name = str(run.setting("run", "name") or run.directory.resolve().name)
     parts = [
@@ -46,12 +45,11 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
     return document(_text(f"{name} · headrace"), "\n".join(filter(None, parts)), _STYLE, pictures=True)
 
 
-def _verdict(verdict: Verdict | None) -> str:
-    if verdict is None:
+def _verdict(verdict: str) -> str:
+    if not verdict:
         return "<p class='verdict'>No verdict yet: no step, or no trace of one.</p>"
-    advice = f"<span class='advice'>{_text(verdict.advice)}</span>" if verdict.advice else ""
-    besides = f" {_text(verdict.besides)}" if verdict.besides else ""
-    return f"<p class='verdict'><b>{_text(verdict.bound)}</b> {_text(verdict.finding)} {advice}{besides}</p>"
+    bound, _, words = verdict.partition(": ")
+    return f"<p class='verdict'><b>{_text(bound)}</b> {_text(words)}</p>"
 
 
 def _notes(run: RunData) -> list[str]:
