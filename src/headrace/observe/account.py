@@ -94,7 +94,12 @@ class Accountant:
 
     def usage(self, usage: Usage) -> None:
         """Add what the run's processes took of the machine during some seconds of its training."""
-        self._total += Account(observed_s=usage.seconds, processors_s=usage.processors_s, queued_s=dict(usage.queued_s))
+        self._total += Account(
+            observed_s=usage.seconds,
+            processors_s=usage.processors_s,
+            used_s=dict(usage.used_s),
+            queued_s=dict(usage.queued_s),
+        )
 
     def total(self) -> Account:
         """Up to the end of the last step, as far as is known."""

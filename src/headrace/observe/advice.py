@@ -29,15 +29,16 @@ def advise(bound: Bound, account: Account, settings: Settings) -> str:
             return _turns(settings)
         case Bound.NOTHING:
             return _nothing(account)
+        case Bound.SCORING:
+            return _scoring(account, settings)
+        case Bound.ENVIRONMENT:
+            return _environment(account, settings)
         case Bound.BALANCED:
             return ""
     return " ".join(filter(None, [_FASTER[bound], _overlap(account, settings)]))
 
 
 _FASTER = {
-    Bound.ENVIRONMENT: "Make environments faster, or let more of them run at once (env.workers, flow.capacity).",
-    Bound.SCORING: "Make the reward faster, or compute more rewards at once (env.reward_workers, "
-    "env.reward_concurrency).",
     Bound.TEACHERS: "Give the teachers' engines more to compute with.",
     Bound.SYNC: "Send less with each version (sync.codec), or another way (sync.transport).",
     Bound.LEDGER: "Put run.dir on a faster disk.",
@@ -71,6 +72,28 @@ def _ahead(settings: Settings) -> str:
     )
 
 
+BUSY = 0.7
+"""Workers that compute this much of the time are short of processors."""
+
+
+def _scoring(account: Account, settings: Settings) -> str:
+    """Workers make one call at a time each, whether it computes or waits."""
+    count = settings.reward_workers
+    more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
+    return " ".join(filter(None, [more, _overlap(account, settings)]))
+
+
+def _environment(account: Account, settings: Settings) -> str:
+    """A worker runs many episodes at once: more workers help where they compute all the time. Where they wait
+    themselves, for a web page or a timer, more episodes at once do."""
+    count = settings.env_workers
+    if account.observed_s > 0 and count:
+        used = account.used_s.get("environment", 0.0) / account.observed_s / count
+        if used >= BUSY:
+            return f"Raise env.workers{_now(count)}, which compute all the time, or make the environment faster."
+    return " ".join(filter(None, ["Make the environment faster.", _overlap(account, settings)]))
+
+
 def _overlap(account: Account, settings: Settings) -> str:
     """The same, where it helps: an engine that stands idle could sample more meanwhile."""
     return _ahead(settings) if account.engine_idle > 0.5 else ""
@@ -95,7 +118,7 @@ def _engine(settings: Settings) -> str:
     less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
-        return f"Add an engine (engine.count{_now(settings.engines).replace('(now', ', now').rstrip(')')}), or {less}."
+        return f"Add an engine: raise engine.count{_now(settings.engines)}. Or {less}."
     engine, learner, every = threads
     if every > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {every - engine - learner} of {every} processors are free."

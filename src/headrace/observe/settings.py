@@ -26,6 +26,10 @@ class Settings:
     """``flow.groups_per_step``."""
     max_new_tokens: int | None = None
     """``engine.max_new_tokens``."""
+    reward_workers: int | None = None
+    """``env.reward_workers``; ``None`` too where the reward is no function of the user's."""
+    env_workers: int | None = None
+    """``env.workers``."""
     engines: int | None = None
     """``engine.count``."""
     engine_threads: int | None = None
@@ -52,7 +56,7 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
     >>> found.max_age, found.lead, found.engine_threads
     (2, 2, None)
     """
-    flow, launch, engine = (_table(config, name) for name in ("flow", "launch", "engine"))
+    flow, launch, engine, env = (_table(config, name) for name in ("flow", "launch", "engine", "env"))
     max_age = _count(flow.get("max_age"))
     lead = _count(flow.get("lead"))
     local = launch.get("kind", "local") == "local" and processors is not None
@@ -64,6 +68,8 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
         group_size=_count(flow.get("group_size")),
         groups_per_step=_count(flow.get("groups_per_step")),
         max_new_tokens=_count(engine.get("max_new_tokens")),
+        reward_workers=_count(env.get("reward_workers")) if env.get("reward") else None,
+        env_workers=_count(env.get("workers")),
         engines=_count(engine.get("count")),
         engine_threads=_count(launch.get("engine_threads")) or half,
         learner_threads=_count(launch.get("learner_threads")) or half,

@@ -26,6 +26,8 @@ class Usage:
     """Between the looks."""
     processors_s: float
     """Their processor time, over the number of processors that they may use."""
+    used_s: Mapping[str, float]
+    """By kind of process: its processor time."""
     queued_s: Mapping[str, float]
     """By kind of process: how long its thread that waited longest could have run, and had no processor. Empty where the
     system does not tell: only Linux does."""
@@ -62,7 +64,7 @@ class SystemWatch:
         queued_s: dict[str, float] = {}
         now_s = self._clock.now()
         since_s, self._read_s = now_s - (self._read_s or now_s), now_s
-        used_s = 0.0
+        used_s: dict[str, float] = defaultdict(float)
         for role, pid in parts:
             kind = role.partition("-")[0]
             try:
@@ -76,11 +78,12 @@ class SystemWatch:
                 continue
             took_s = look.used_s - before.used_s
             cpu[f"cpu/{kind}"] += took_s / (look.at_s - before.at_s)
-            used_s += took_s
+            used_s[kind] += took_s
             waited = [told_s - before.queued_s.get(thread, 0.0) for thread, told_s in look.queued_s.items()]
             if waited:
                 queued_s[kind] = max(queued_s.get(kind, 0.0), *waited)
-        self.usage = Usage(seconds=since_s, processors_s=used_s / num_cores(), queued_s=queued_s) if since_s else None
+        whole_s = sum(used_s.values()) / num_cores()
+        self.usage = Usage(seconds=since_s, processors_s=whole_s, used_s=used_s, queued_s=queued_s) if since_s else None
         told = {} if self.usage is None else {"cpu_used_frac": self.usage.processors_s / since_s}
         told |= {f"cpu_queued/{kind}": min(1.0, waited_s / since_s) for kind, waited_s in queued_s.items() if since_s}
         free = shutil.disk_usage(self._run_dir).free

@@ -23,7 +23,7 @@ class Gain(enum.StrEnum):
     LEARNER = "the learner"
     CONTROLLER = "the controller"
     PROCESSORS = "the machine's processors"
-    REST = "the rest of each step"
+    REST = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Verdict:
     frac: float
     """The share of the learner's time that is lost to it; where the learner holds the run up: its work."""
     most_tok_s: float
-    """Trained tokens per second that there can be at most without it, all else being as it is: see :func:`_most`; 0
-    where nothing is promised."""
+    """Trained tokens per second that there can be at most without it, where all parts work as fast as now: see
+    :func:`_most`; 0 where nothing is promised."""
     finding: str
     """What every part does with its time."""
     gain: str
@@ -56,8 +56,6 @@ MOSTLY = 0.5
 """A cause that explains at least this much of the waiting is its cause."""
 SATURATED = 0.8
 """A part that works this much of the time holds the run up."""
-FULL = 0.9
-"""Processors that are used this much leave nothing to those that wait for one."""
 FAR = 10.0
 """A rate that many times the present one is none that a run will see: it is not told."""
 WORTH_A_WORD = 0.01
@@ -139,33 +137,42 @@ def bound_of(a: Account, settings: Settings = UNKNOWN) -> Bound:
         Bound.GENERATION: 1 - a.engine_idle,
         Bound.CONTROLLER: a.of_time(a.controller_busy_s),
     }
-    if sum(starved(a).values()) >= 2 * SMALL:
+    if _starves(a):
         return Bound.PROCESSORS
     if min(busy[Bound.LEARNER], busy[Bound.GENERATION]) >= SATURATED:
         return Bound.BALANCED
     fullest = max(busy, key=lambda bound: busy[bound])
     if busy[fullest] >= SATURATED:
-        return _of_engine(a) if fullest is Bound.GENERATION else fullest
+        return _of_episodes(a, fullest)
     waits = {cause: a.learner_waits(cause) for cause in _OF_CAUSE}
     cause = max(waits, key=lambda each: waits[each])
-    alternate = waits[Cause.ENGINE] >= SMALL and a.engine_waits(Cause.LEARNER) >= SMALL
-    if waits[cause] >= SMALL and waits[cause] >= MOSTLY * a.learner_idle:
-        if cause is not Cause.ENGINE:
-            return _OF_CAUSE[cause]
-        named = _of_engine(a)
-        return Bound.TURNS if alternate and named in (Bound.GENERATION, Bound.PREFILL) else named
-    return Bound.TURNS if alternate or settings.by_turns else Bound.NOTHING
+    if waits[cause] < SMALL or waits[cause] < MOSTLY * a.learner_idle:
+        return Bound.NOTHING
+    named = _of_episodes(a, _OF_CAUSE[cause])
+    alternate = settings.by_turns or a.engine_waits(Cause.LEARNER) >= SMALL
+    return Bound.TURNS if alternate and named in (Bound.GENERATION, Bound.PREFILL) else named
 
 
-def _of_engine(a: Account) -> Bound:
-    """What is slow where the learner waits for the engine's tokens."""
-    waits = a.learner_waits(Cause.ENGINE) + a.learner_waits(Cause.ENVIRONMENT)
-    tail = a.of_time(a.straggler_s)
-    if tail >= SMALL and tail >= MOSTLY * waits:
-        return Bound.STRAGGLERS
-    if a.of_time(a.held_back_s) >= MOSTLY:
+def _starves(a: Account) -> bool:
+    """Whether waiting for a processor takes more of the learner's time than anything else, these waits aside."""
+    queued = starved(a)
+    lost = sum(queued.values())
+    shares = {Cause.LEARNER: 1 - a.learner_idle, **{cause: a.learner_waits(cause) for cause in _OF_CAUSE}}
+    return lost >= 2 * SMALL and all(lost >= share - queued.get(part, 0.0) for part, share in shares.items())
+
+
+def _of_episodes(a: Account, bound: Bound) -> Bound:
+    """``bound`` or, where the learner waits for episodes of which more could run, or for the last of them, that."""
+    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MOSTLY:
         return Bound.CAPACITY
-    return Bound.PREFILL if a.prefill_s >= MOSTLY * a.engine_busy_s > 0 else Bound.GENERATION
+    if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
+        waits = a.learner_waits(Cause.ENGINE) + a.learner_waits(Cause.ENVIRONMENT)
+        tail = a.of_time(a.straggler_s)
+        if tail >= SMALL and tail >= MOSTLY * waits:
+            return Bound.STRAGGLERS
+    if bound is Bound.GENERATION and a.prefill_s >= MOSTLY * a.engine_busy_s > 0:
+        return Bound.PREFILL
+    return bound
 
 
 def _share(bound: Bound, a: Account) -> float:
@@ -179,7 +186,9 @@ def _share(bound: Bound, a: Account) -> float:
             return min(a.of_time(a.straggler_s), a.learner_idle)
         case Bound.BALANCED | Bound.NOTHING:
             return 0.0
-        case Bound.TURNS | Bound.GENERATION | Bound.PREFILL | Bound.CAPACITY:
+        case Bound.CAPACITY:
+            return a.learner_idle
+        case Bound.TURNS | Bound.GENERATION | Bound.PREFILL:
             return a.learner_waits(Cause.ENGINE)
     return a.learner_waits(next(cause for cause, named in _OF_CAUSE.items() if named is bound))
 
@@ -189,45 +198,36 @@ _OWN = {
     Bound.CONTROLLER: Gain.CONTROLLER,
     Bound.GENERATION: Gain.ENGINE,
     Bound.PREFILL: Gain.ENGINE,
-    Bound.STRAGGLERS: Gain.ENGINE,
-    Bound.CAPACITY: Gain.ENGINE,
 }
 
 
 def _most(bound: Bound, frac: float, a: Account) -> tuple[float, Gain]:
-    """The rate at which tokens would be trained if the share ``frac`` of the time were not lost, and what would bound
-    it then: rate / max(1 − frac, the share of the time that each other part works). 0 where that tells nothing.
-
-    What takes turns takes all of its time as before, side by side: rate / max(the share that each part works).
+    """The rate at which tokens could be trained at most if nobody waited for what holds the run up, and the part that
+    would hold it up then: rate / the share of the time that the busiest other part works, as fast as now. Waiting for
+    processors makes every share longer: there it is rate / (1 − the share that goes by waiting for them).
     """
+    rate = a.per_second(a.trained_tokens)
     if bound in (Bound.BALANCED, Bound.NOTHING):
         return 0.0, Gain.REST
-    left = {
+    if bound is Bound.PROCESSORS:
+        return (rate / (1 - frac) if frac < 1 else 0.0), Gain.REST
+    busy = {
         Gain.ENGINE: 1 - a.engine_idle,
         Gain.LEARNER: 1 - a.learner_idle,
         Gain.CONTROLLER: a.of_time(a.controller_busy_s),
     }
-    if bound in (Bound.TURNS, Bound.SYNC, Bound.STRAGGLERS) and a.observed_s > 0:
-        left[Gain.PROCESSORS] = a.processors_s / a.observed_s
-    if bound is not Bound.TURNS:
-        left.pop(_OWN.get(bound, Gain.REST), None)
-        left[Gain.REST] = 1 - frac
-    if bound is Bound.PROCESSORS:
-        left = {Gain.REST: 1 - frac}
-    next_one = max(left, key=lambda part: left[part])
-    rate = a.per_second(a.trained_tokens)
-    return (rate / left[next_one] if left[next_one] > 0 else 0.0), next_one
+    if a.observed_s > 0 and bound not in _OWN:
+        busy[Gain.PROCESSORS] = a.processors_s / a.observed_s
+    busy.pop(_OWN.get(bound, Gain.REST), None)
+    next_one = max(busy, key=lambda part: busy[part])
+    return (rate / busy[next_one] if busy[next_one] > 0 else 0.0), next_one
 
 
 def _gain(bound: Bound, rates: tuple[float, float], next_one: Gain) -> str:
     rate, most = (f"{number(each)}" for each in rates)
-    what = {
-        Bound.TURNS: "Side by side they would train",
-        Bound.LEARNER: "A faster learner would train",
-        Bound.PROCESSORS: "Without waiting for processors the run would train",
-    }.get(bound, "Without this wait the run would train")
-    bounded = "" if next_one is Gain.REST else f", where {next_one} would hold it up"
-    return f"{what} at most {most} tokens/s instead of {rate}{bounded}."
+    if bound is Bound.PROCESSORS:
+        return f"Without these waits the run would train at most {most} tokens/s instead of {rate}."
+    return f"Without that, {next_one} would hold the run up next: at most {most} tokens/s instead of {rate}."
 
 
 def _finding(bound: Bound, a: Account) -> str:

@@ -124,9 +124,11 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     held_back_s: float = 0.0
     """As many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
     observed_s: float = 0.0
-    """How long the run's processes were looked at, for the two fields below; 0 where nobody looked."""
+    """How long the run's processes were looked at, for the fields below; 0 where nobody looked."""
     processors_s: float = 0.0
     """Processor time of the run's processes on this machine, over the number of processors that they may use."""
+    used_s: dict[str, float] = {}
+    """By kind of process: its processor time."""
     queued_s: dict[str, float] = {}
     """By kind of process: how long its thread that waited longest could have run, and had no processor."""
     generated_tokens: int = 0
