@@ -13,7 +13,9 @@ from headrace.types.observation import Account, Bound, Cause
 from tests.observe.staged import Stage
 
 share = st.floats(0, 1)
-KNOWN = Settings(max_age=1, lead=1, group_size=4, groups_per_step=8, max_new_tokens=64, engines=1, order="strict")
+KNOWN = Settings(
+    reward_workers=2, max_age=1, lead=1, group_size=4, groups_per_step=8, max_new_tokens=64, engines=1, order="strict"
+)
 
 
 def account(engine: dict[str, float], learner: dict[str, float], **parts: object) -> Account:
@@ -39,8 +41,8 @@ RUNS = {
         Bound.CONTROLLER,
         "flow.group_size (now 4)",
     ),
-    "environments": (account({"environment": 70}, {"environment": 60, "engine": 20}), Bound.ENVIRONMENT, "env.workers"),
-    "rewards": (account({"scoring": 60}, {"scoring": 55, "engine": 10}), Bound.SCORING, "env.reward_workers"),
+    "environments": (account({"environment": 70}, {"environment": 60, "engine": 20}), Bound.ENVIRONMENT, "flow.max_age (now 1)"),
+    "rewards": (account({"scoring": 60}, {"scoring": 55, "engine": 10}), Bound.SCORING, "env.reward_workers (now 2)"),
     "teachers": (account({"teachers": 60}, {"teachers": 55}), Bound.TEACHERS, "teachers' engines"),
     "weights": (account({"sync": 30}, {"sync": 28}), Bound.SYNC, "sync.codec"),
     "disk": (account({"ledger": 30}, {"ledger": 28}), Bound.LEDGER, "run.dir"),
@@ -52,7 +54,7 @@ RUNS = {
     ),
     "processors": (
         account({"controller": 50}, {"controller": 40}, controller_busy_s=80.0, observed_s=50.0, processors_s=49.0,
-                queued_s={"controller": 10.0, "learner": 12.0}),
+                queued_s={"controller": 12.0, "learner": 15.0}),
         Bound.PROCESSORS,
         "more processors",
     ),
@@ -82,26 +84,28 @@ def test_waiting_for_processors_counts_only_where_the_learner_depends_on_it() ->
     queued = {"engine": 20.0}
     beside = account({"learner": 60}, {"nobody": 5}, observed_s=100.0, processors_s=60.0, queued_s=queued)
     assert judge(beside).bound is Bound.LEARNER, "nobody waits for that engine"
-    between = account({"learner": 20}, {"engine": 60}, observed_s=100.0, processors_s=60.0, queued_s={"engine": 40.0})
+    between = account({"learner": 20}, {"engine": 60}, observed_s=100.0, processors_s=60.0, queued_s={"engine": 64.0})
     assert judge(between).bound is Bound.PROCESSORS
-    assert "(engine 30%)" in judge(between).finding
+    assert "(engine 48%)" in judge(between).finding, "64 of the 80 s that it works, 60 of which the learner waits for"
 
 
 def test_what_there_is_to_gain_is_bounded_by_the_part_that_would_bind_next() -> None:
-    """rate / max(1 − the share lost, the share that each other part works): a reader can work it out."""
-    waits = judge(account({"scoring": 60}, {"scoring": 55, "engine": 10}))
-    assert waits.most_tok_s == pytest.approx(62 / 0.45)
-    assert "at most 138 tokens/s instead of 62." in waits.gain
-    bounded = judge(account({"scoring": 30}, {"scoring": 55, "engine": 10}))
-    assert bounded.most_tok_s == pytest.approx(62 / 0.70)
-    assert bounded.gain.endswith("where the engine would hold it up.")
+    """rate / the greatest share that another part works: a reader can work it out from the page."""
+    rewards = judge(account({"scoring": 60}, {"scoring": 55, "engine": 10}))
+    assert rewards.most_tok_s == pytest.approx(62 / 0.40)
+    assert rewards.gain == "Without that, the engine would hold the run up next: at most 155 tokens/s instead of 62."
     learner = judge(account({"learner": 50}, {"engine": 3}))
     assert learner.most_tok_s == pytest.approx(62 / 0.5), "not the learner's own work"
     turns = judge(account({"learner": 45}, {"engine": 55}))
     assert turns.most_tok_s == pytest.approx(62 / 0.55)
     crowded = account({"learner": 45}, {"engine": 55}, observed_s=50.0, processors_s=40.0)
     assert judge(crowded).most_tok_s == pytest.approx(62 / 0.8)
-    assert "where the machine's processors would hold it up" in judge(crowded).gain
+    assert "the machine's processors would hold the run up next" in judge(crowded).gain
+    queued = {"learner": 45.0, "controller": 20.0}
+    starved = account(
+        {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=30.0, queued_s=queued
+    )
+    assert judge(starved).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
 
 
 def test_no_rate_is_told_that_no_run_will_see() -> None:

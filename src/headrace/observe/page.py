@@ -13,7 +13,7 @@ import msgspec
 from headrace.errors import visible
 from headrace.observe.document import document
 from headrace.observe.rundata import RunData
-from headrace.observe.words import duration, number
+from headrace.observe.words import duration, number, percent
 
 _LONGEST = 4000
 _SHOWN_ABOVE = ("ledger", "age_histogram", "warnings", "verdict")
@@ -172,7 +172,7 @@ def _rate(value: float | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return "–" if value is None else percent(value)
 
 
 def _count(value: Any) -> str:
