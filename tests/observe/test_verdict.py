@@ -1,6 +1,7 @@
 """The verdict names the part that holds a run up, with shares that add up, what there is to gain, and settings."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ RUNS = {
         Bound.CONTROLLER,
         "flow.group_size (now 4)",
     ),
-    "environments": (account({"environment": 70}, {"environment": 60, "engine": 20}), Bound.ENVIRONMENT, "flow.max_age (now 1)"),
+    "environments": (
+        account({"environment": 70}, {"environment": 60, "engine": 20}),
+        Bound.ENVIRONMENT,
+        "flow.max_age (now 1)",
+    ),
     "rewards": (account({"scoring": 60}, {"scoring": 55, "engine": 10}), Bound.SCORING, "env.reward_workers (now 2)"),
     "teachers": (account({"teachers": 60}, {"teachers": 55}), Bound.TEACHERS, "teachers' engines"),
     "weights": (account({"sync": 30}, {"sync": 28}), Bound.SYNC, "sync.codec"),
@@ -56,7 +61,7 @@ RUNS = {
         account({"controller": 50}, {"controller": 40}, controller_busy_s=80.0, observed_s=50.0, processors_s=49.0,
                 queued_s={"controller": 12.0, "learner": 15.0}),
         Bound.PROCESSORS,
-        "more processors",
+        "take a machine with more",
     ),
     "nobody waits": (account({"learner": 9}, {"engine": 6}), Bound.BALANCED, ""),
 }  # fmt: skip
@@ -91,21 +96,24 @@ def test_waiting_for_processors_counts_only_where_the_learner_depends_on_it() ->
 
 def test_what_there_is_to_gain_is_bounded_by_the_part_that_would_bind_next() -> None:
     """rate / the greatest share that another part works: a reader can work it out from the page."""
-    rewards = judge(account({"scoring": 60}, {"scoring": 55, "engine": 10}))
-    assert rewards.most_tok_s == pytest.approx(62 / 0.40)
-    assert rewards.gain == "Without that, the engine would hold the run up next: at most 155 tokens/s instead of 62."
+    rewards = judge(account({"scoring": 60}, {"scoring": 55, "engine": 5}))
+    assert rewards.most_tok_s == pytest.approx(62 / 0.40), "not the engine: it may sample more at once"
+    assert rewards.gain == (
+        "If nothing had to wait, the learner would hold the run up: at most 155 tokens/s instead of 62."
+    )
     learner = judge(account({"learner": 50}, {"engine": 3}))
     assert learner.most_tok_s == pytest.approx(62 / 0.5), "not the learner's own work"
     turns = judge(account({"learner": 45}, {"engine": 55}))
     assert turns.most_tok_s == pytest.approx(62 / 0.55)
     crowded = account({"learner": 45}, {"engine": 55}, observed_s=50.0, processors_s=40.0)
     assert judge(crowded).most_tok_s == pytest.approx(62 / 0.8)
-    assert "the machine's processors would hold the run up next" in judge(crowded).gain
+    assert "the lack of processors would hold the run up" in judge(crowded).gain
     queued = {"learner": 45.0, "controller": 20.0}
     starved = account(
         {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=30.0, queued_s=queued
     )
     assert judge(starved).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
+    assert "Other programs use the processors" in judge(starved).advice
 
 
 def test_no_rate_is_told_that_no_run_will_see() -> None:
@@ -235,3 +243,59 @@ def test_a_staged_run_gets_the_verdict_on_what_is_slow_in_it(tmp_path: Path, bou
     assert judge(total).bound is bound, (str(judge(total)), total)
     for busy_s, waits_s in ((total.learner_busy_s, total.learner_waits_s), (total.engine_busy_s, total.engine_waits_s)):
         assert busy_s + sum(waits_s.values()) == pytest.approx(total.seconds)
+
+
+@dataclass(frozen=True)
+class Advised:
+    """What the verdict on a staged run advises, and the run with that change."""
+
+    words: str
+    before: Stage
+    after: Stage
+
+
+FAST = {"learn_s": 0.0003, "token_s": 0.005}
+ADVISED = {
+    Bound.TURNS: Advised(
+        "flow.max_age = 1 lets the next batch be sampled",
+        Stage(flow={"max_age": 0, "lead": 0}),
+        Stage(flow={"max_age": 1, "lead": 1}),
+    ),
+    Bound.CAPACITY: Advised(
+        "Raise flow.capacity (now 4), or leave it out",
+        Stage(room=64, learn_s=0.0003, flow={"capacity": 4}),
+        Stage(room=64, learn_s=0.0003),
+    ),
+    Bound.SCORING: Advised(
+        "raise flow.lead from 1 to 3",
+        Stage(reward_s=2.0, flow={"max_age": 3, "lead": 1}),
+        Stage(reward_s=2.0, flow={"max_age": 3, "lead": 3}),
+    ),
+    Bound.STRAGGLERS: Advised(
+        "raise flow.max_age (now 1)",
+        Stage(length=lambda seed: 601 if seed % 24 == 0 else 24, room=64, **FAST, flow={"max_age": 1, "lead": 1}),
+        Stage(length=lambda seed: 601 if seed % 24 == 0 else 24, room=64, **FAST, flow={"max_age": 4, "lead": 4}),
+    ),
+    Bound.SYNC: Advised(
+        "make fewer, larger steps (flow.groups_per_step (now 4))",
+        Stage(stage_s=1.5, flow={"max_age": 1, "lead": 1, "groups_per_step": 4}),
+        Stage(stage_s=1.5, room=64, flow={"max_age": 1, "lead": 1, "groups_per_step": 8}),
+    ),
+}
+
+
+@pytest.mark.parametrize("bound", ADVISED)
+def test_a_run_gains_from_what_is_advised_and_no_more_than_is_said(tmp_path: Path, bound: Bound) -> None:
+    case, rates = ADVISED[bound], []
+    for place, stage in enumerate((case.before, case.after)):
+        directory = tmp_path / str(place)
+        directory.mkdir()
+        _, seen = stage.run(directory)
+        total = seen.accountant.total()
+        rates.append(total.per_second(total.trained_tokens))
+        if not place:
+            verdict = judge(total, settings_of({"flow": {"order": "strict", **stage.flow}}))
+    assert verdict.bound is bound, str(verdict)
+    assert case.words in verdict.advice, str(verdict)
+    assert rates[1] > 1.15 * rates[0], (rates, str(verdict))
+    assert not verdict.most_tok_s or rates[1] <= 1.05 * verdict.most_tok_s, (rates, str(verdict))

@@ -24,7 +24,7 @@ def advise(bound: Bound, account: Account, settings: Settings) -> str:
         case Bound.CONTROLLER:
             return _controller(settings)
         case Bound.PROCESSORS:
-            return _processors(settings)
+            return _processors(account, settings)
         case Bound.TURNS:
             return _turns(settings)
         case Bound.NOTHING:
@@ -35,14 +35,13 @@ def advise(bound: Bound, account: Account, settings: Settings) -> str:
             return _environment(account, settings)
         case Bound.BALANCED:
             return ""
-    return " ".join(filter(None, [_FASTER[bound], _overlap(account, settings)]))
-
-
-_FASTER = {
-    Bound.TEACHERS: "Give the teachers' engines more to compute with.",
-    Bound.SYNC: "Send less with each version (sync.codec), or another way (sync.transport).",
-    Bound.LEDGER: "Put run.dir on a faster disk.",
-}
+        case Bound.SYNC:
+            return _sync(account, settings)
+        case Bound.LEDGER:
+            return "Put run.dir on a faster disk."
+        case Bound.TEACHERS:
+            more = "Give the teachers' engines more to compute with."
+            return " ".join(filter(None, [more, _overlap(account, settings)]))
 
 
 def _now(value: int | None) -> str:
@@ -73,7 +72,7 @@ def _ahead(settings: Settings) -> str:
 
 
 BUSY = 0.7
-"""Workers that compute this much of the time are short of processors."""
+"""Workers that compute, or weights that travel, this much of the time do so nearly always."""
 
 
 def _scoring(account: Account, settings: Settings) -> str:
@@ -81,6 +80,15 @@ def _scoring(account: Account, settings: Settings) -> str:
     count = settings.reward_workers
     more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
     return " ".join(filter(None, [more, _overlap(account, settings)]))
+
+
+def _sync(account: Account, settings: Settings) -> str:
+    """Versions travel one after the other: where one is always on its way, no lead brings them sooner."""
+    less = "Send less with each version (sync.codec), or another way (sync.transport)."
+    if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY:
+        return " ".join(filter(None, [less, _overlap(account, settings)]))
+    size = f"flow.groups_per_step{_now(settings.groups_per_step)}"
+    return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
 def _environment(account: Account, settings: Settings) -> str:
@@ -151,7 +159,13 @@ def _controller(settings: Settings) -> str:
     )
 
 
-def _processors(settings: Settings) -> str:
+OWN = 0.6
+"""A run that waits for processors and uses fewer of them than this waits for other programs."""
+
+
+def _processors(account: Account, settings: Settings) -> str:
+    if account.processors_s < OWN * account.observed_s:
+        return "Other programs use the processors: end them, or take a machine of the run's own."
     threads = _threads(settings)
     if threads is not None and max(threads[:2]) > 1 and sum(threads[:2]) >= threads[2]:
         engine, learner, every = threads
@@ -159,8 +173,8 @@ def _processors(settings: Settings) -> str:
             f"Engine (launch.engine_threads, now {engine}), learner (launch.learner_threads, now {learner}) and "
             f"controller share {every} processors: lower one of the two, or take a machine with more."
         )
-    have = f" than {settings.processors}" if settings.processors else ""
-    return f"Take a machine with more processors{have}, or end what else computes on this one."
+    more = f"more than {settings.processors}" if settings.processors else "more"
+    return f"Its own processes use them: take a machine with {more}."
 
 
 def _turns(settings: Settings) -> str:

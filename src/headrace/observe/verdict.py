@@ -22,7 +22,7 @@ class Gain(enum.StrEnum):
     ENGINE = "the engine"
     LEARNER = "the learner"
     CONTROLLER = "the controller"
-    PROCESSORS = "the machine's processors"
+    PROCESSORS = "the lack of processors"
     REST = ""
 
 
@@ -211,11 +211,9 @@ def _most(bound: Bound, frac: float, a: Account) -> tuple[float, Gain]:
         return 0.0, Gain.REST
     if bound is Bound.PROCESSORS:
         return (rate / (1 - frac) if frac < 1 else 0.0), Gain.REST
-    busy = {
-        Gain.ENGINE: 1 - a.engine_idle,
-        Gain.LEARNER: 1 - a.learner_idle,
-        Gain.CONTROLLER: a.of_time(a.controller_busy_s),
-    }
+    busy = {Gain.LEARNER: 1 - a.learner_idle, Gain.CONTROLLER: a.of_time(a.controller_busy_s)}
+    if bound in (Bound.LEARNER, Bound.CONTROLLER, Bound.TURNS):  # else it may sample more at once in the same time
+        busy[Gain.ENGINE] = 1 - a.engine_idle
     if a.observed_s > 0 and bound not in _OWN:
         busy[Gain.PROCESSORS] = a.processors_s / a.observed_s
     busy.pop(_OWN.get(bound, Gain.REST), None)
@@ -226,8 +224,12 @@ def _most(bound: Bound, frac: float, a: Account) -> tuple[float, Gain]:
 def _gain(bound: Bound, rates: tuple[float, float], next_one: Gain) -> str:
     rate, most = (f"{number(each)}" for each in rates)
     if bound is Bound.PROCESSORS:
-        return f"Without these waits the run would train at most {most} tokens/s instead of {rate}."
-    return f"Without that, {next_one} would hold the run up next: at most {most} tokens/s instead of {rate}."
+        return f"Without waiting for processors the run would train at most {most} tokens/s instead of {rate}."
+    if bound in _OWN:
+        faster = f"If {_OWN[bound]} were faster, {next_one} would hold the run up next"
+    else:
+        faster = f"If nothing had to wait, {next_one} would hold the run up"
+    return f"{faster}: at most {most} tokens/s instead of {rate}."
 
 
 def _finding(bound: Bound, a: Account) -> str:

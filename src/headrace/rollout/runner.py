@@ -99,12 +99,7 @@ class EnginePolicy:
         parts: list[TurnPart] = []
         try:
             with self.sampling_turn():
-                async for part in self._parts(empty, wanted):
-                    if part.lost:
-                        parts.clear()
-                    parts.append(part)
-                    if wanted.hear is not None:
-                        wanted.hear(part)
+                await self._collect(parts, empty, wanted)
         finally:
             routings = (part.context_routing for part in parts if part.context_routing is not None)
             ended = parts[-1].stop_reason if parts else None
@@ -124,6 +119,15 @@ class EnginePolicy:
         if frozen is None:
             self.on_turn(self.key, wanted.prompt_ids_T, turn)
         return index
+
+    async def _collect(self, parts: list[TurnPart], empty: TurnPart, wanted: Wanted) -> None:
+        """Add the parts of a turn to ``parts`` as they arrive; where some were lost, those that follow replace them."""
+        async for part in self._parts(empty, wanted):
+            if part.lost:
+                parts.clear()
+            parts.append(part)
+            if wanted.hear is not None:
+                wanted.hear(part)
 
     def begin_again(self) -> None:
         """The episode is attempted once more: what is asked again is answered with what was sampled."""
