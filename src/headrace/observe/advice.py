@@ -153,7 +153,7 @@ def _learner(settings: Settings) -> str:
 
 def _controller(settings: Settings) -> str:
     return (
-        "It is one thread, with work for every episode and turn, however short: longer answers cost it little. A "
+        "The controller is one thread, with work for every episode and turn, however short. A "
         f"faster processor helps, or fewer episodes for a step (flow.groups_per_step{_now(settings.groups_per_step)}, "
         f"flow.group_size{_now(settings.group_size)}): steps come sooner, but train fewer tokens each."
     )
