@@ -202,5 +202,6 @@ def test_the_report_does_not_invent_a_verdict_without_a_trace(make_run: MakeRun)
     (run / "trace.jsonl").unlink()
     assert "No verdict yet" in Page(write_report(run)).text
     summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**summary, "engine_idle_frac": 0.5, "learner_idle_frac": 0.0}))
-    assert "learner-bound" in Page(write_report(run)).text
+    told = "learner-bound: The learner works 97% of the time and waits 3%."
+    (run / "summary.json").write_text(json.dumps({**summary, "verdict": told}))
+    assert "The learner works 97% of the time and waits 3%." in Page(write_report(run)).text

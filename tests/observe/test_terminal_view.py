@@ -80,8 +80,8 @@ def test_throughput_and_waiting_are_drawn_step_by_step() -> None:
     assert f"waited {sparkline((0.0, 0.2, 0.6, 0.38), 15)} 38%" in shown(state(), 120)
 
 
-def test_the_verdict_says_what_the_waiting_costs() -> None:
-    assert "costs 38 trained tokens/s" in " ".join(shown(state(), 120).replace("│", "").split())
+def test_the_verdict_says_what_there_is_to_gain() -> None:
+    assert "at most 100 tokens/s instead of 62." in " ".join(shown(state(), 120).replace("│", "").split())
 
 
 def test_a_narrow_terminal_keeps_the_numbers() -> None:

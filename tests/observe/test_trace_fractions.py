@@ -56,38 +56,69 @@ def test_an_empty_interval_has_no_work() -> None:
     assert account([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
 
 
-def test_scoring_counts_only_while_engine_and_learner_stand_idle() -> None:
-    spans = [span("engine", 0, 4), span("scoring", 2, 8), span("learner", 8, 10, "train")]
-    found = account(spans, (0, 10))
-    assert found.engine_idle == pytest.approx(0.6)
-    assert found.learner_idle == pytest.approx(0.8)
-    assert found.scoring == pytest.approx(0.4)
-    assert found.sync == 0.0
+def test_idle_time_is_given_to_the_part_that_works_meanwhile_and_all_of_it_once() -> None:
+    spans = [
+        span("engine", 0, 4),
+        span("learner", 0, 8, "wait batch"),
+        span("controller", 3, 5),
+        span("environment", 4, 6),
+        span("sync", 5, 7, "stage"),
+        span("learner", 8, 12, "train"),
+        span("learner", 12, 16, "wait rewards"),
+        span("engine", 12, 13),
+        span("scoring", 12, 15),
+        span("controller", 12, 13),
+        span("learner", 16, 17, "wait sync"),
+    ]
+    found = account(spans, (0, 20))
+    assert found.learner_busy_s == pytest.approx(4)
+    assert found.learner_waits_s == pytest.approx(
+        {"engine": 4, "controller": 1 + 1, "environment": 1, "sync": 1 + 1, "scoring": 2, "nobody": 1 + 1 + 3}
+    ), "an engine that works behind the last episode of a batch works on another one"
+    assert found.engine_busy_s == pytest.approx(5)
+    assert found.engine_waits_s == pytest.approx(
+        {"controller": 1, "environment": 1, "sync": 1, "learner": 4, "scoring": 2, "nobody": 1 + 5}
+    )
+    assert found.lanes_s["controller"] == pytest.approx(3)
 
 
-def test_the_time_in_which_both_work_is_measured() -> None:
-    spans = [span("engine-1", 0, 4), span("engine-2", 1, 2), span("learner", 3, 6, "train")]
-    assert account(spans, (0, 10)).together_s == pytest.approx(0.5)  # the mean of both engines
+@given(
+    st.lists(st.tuples(st.sampled_from(["engine", "learner", "controller", "scoring", "sync"]), intervals), max_size=8)
+)
+def test_work_and_waits_make_up_the_time(parts: list[tuple[str, list[tuple[int, int]]]]) -> None:
+    names = {"learner": ("train", "wait batch", "wait rewards", "wait sync")}
+    spans = [
+        span(lane, start, end, names.get(lane, ("work",))[place % len(names.get(lane, ("work",)))])
+        for lane, pieces in parts
+        for place, (start, end) in enumerate(pieces)
+    ]
+    found = account(spans, (5, 30), {"engine"})
+    for busy_s, waits_s in ((found.learner_busy_s, found.learner_waits_s), (found.engine_busy_s, found.engine_waits_s)):
+        assert busy_s + sum(waits_s.values()) == pytest.approx(25)
+        assert min(waits_s.values(), default=0.0) >= 0
+    for lane, share in (("engine", found.engine_busy_s), ("learner", found.learner_busy_s)):
+        assert share / 25 == pytest.approx(busy_frac(spans, lane, (5, 30))), "the lane says the same"
 
 
-def test_sync_counts_while_the_learner_copies_and_while_both_wait_for_weights() -> None:
+def test_a_learner_that_copies_its_weights_or_waits_for_a_buffer_stands_still_for_the_sync() -> None:
     spans = [
         span("learner", 0, 4, "train"),
         span("learner", 4, 5, "snapshot"),
         span("sync", 5, 7, "stage"),
-        span("engine", 6, 10),
-        span("sync", 8, 8.5, "commit"),
         span("learner", 7, 9, "wait sync"),
     ]
     found = account(spans, (0, 10))
-    assert found.sync == pytest.approx(0.1 + 0.1 + 0.2)
+    assert found.learner_busy_s == 5
+    assert found.learner_waits_s == {"sync": 2, "nobody": 3}
     assert found.exposed_sync_s == pytest.approx(1 + 2)
 
 
-def test_of_several_engines_the_mean_counts_and_all_must_stand_idle_for_rewards_to_hold_them_up() -> None:
+def test_of_several_engines_the_mean_counts_and_the_learner_waits_while_any_of_them_works() -> None:
     spans = [span("engine-1", 0, 4), span("engine-2", 0, 2), span("engine-1", 4, 5, "prefill"), span("scoring", 3, 8)]
+    spans.append(span("learner", 0, 7, "wait batch"))
     found = account([*spans, span("learner", 7, 10), span("agent-judge", 0, 10)], (0, 10))
     assert found.engine_busy_s == pytest.approx(3.5)
     assert found.prefill_s == pytest.approx(0.5)
-    assert found.scoring_s == pytest.approx(2)
+    assert found.learner_waits_s == {"engine": 5, "scoring": 2}
+    assert found.engine_waits_s == pytest.approx({"scoring": (2 + 4) / 2, "learner": 3, "nobody": 0.5})
     assert account(spans, (0, 10), {"engine-3"}).engine_busy_s == pytest.approx(7 / 3)

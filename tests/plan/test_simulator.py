@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
-from headrace.observe.verdict import Bound, judge
+from headrace.observe.verdict import judge
 from headrace.plan import Simulation, World
 from headrace.plan.costs import ConstantRate, FailureCost, Linear, Roofline, SyncCost, TrainingRate
 from headrace.plan.outcome import Outcome
 from headrace.plan.spread import Constant, Lognormal, Pareto, Uniform
 from headrace.plan.workload import Workload
+from headrace.types.observation import Bound
 from headrace.types.weights import Interrupt
 from tests.plan.test_against_controller import POLICIES
 
@@ -116,14 +117,15 @@ def test_batch_of_equal_answers_takes_the_time_of_the_formula() -> None:
     assert simulate(given_world).seconds == pytest.approx(prefill_s + decode_s, rel=1e-3)
 
 
-def test_time_in_which_engines_and_learner_work_together_is_that_of_their_traces() -> None:
+def test_waits_of_engines_and_learner_are_those_of_their_traces() -> None:
     turns = simulate(world(flow={"policy": "synchronous"})).account(0)
-    assert turns.together_s == 0
+    assert turns.learner_waits_s["engine"] == pytest.approx(turns.engine_busy_s)
+    assert turns.engine_waits_s["learner"] == pytest.approx(turns.learner_busy_s)
     assert judge(turns).bound is Bound.TURNS
     ahead = simulate(world()).account(0)
-    most_s = min(ahead.engine_busy_s, ahead.learner_busy_s)
-    least_s = ahead.engine_busy_s + ahead.learner_busy_s - ahead.seconds
-    assert max(0.0, least_s) < ahead.together_s <= most_s
+    for busy_s, waits_s in ((ahead.learner_busy_s, ahead.learner_waits_s), (ahead.engine_busy_s, ahead.engine_waits_s)):
+        assert busy_s + sum(waits_s.values()) == pytest.approx(ahead.seconds)
+    assert ahead.learner_waits_s.get("engine", 0.0) < ahead.engine_busy_s, "part of it while the learner works"
 
 
 def test_draining_costs_more_than_committing_in_flight_and_starting_again_wastes_tokens() -> None:

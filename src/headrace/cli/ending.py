@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.cli.output import console, readable
 from headrace.control.summary import Summary
-from headrace.observe.words import duration, number, plural
+from headrace.observe.words import duration, number, percent, plural
 
 
 def show_summary(summary: Summary) -> None:
@@ -37,7 +37,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("training took", duration(summary.wall_s)),
         ("generated", f"{plural(summary.tokens_generated, 'token')}, {summary.generated_tok_s:,.0f} per second"),
         ("trained", f"{plural(summary.tokens_trained, 'token')}, {summary.trained_tok_s:,.0f} per second"),
-        ("idle", f"engine {summary.engine_idle_frac:.0%}, learner {summary.learner_idle_frac:.0%}"),
+        ("idle", f"engine {percent(summary.engine_idle_frac)}, learner {percent(summary.learner_idle_frac)}"),
         ("commit gap", f"median {duration(gap.p50 / 1e3)}, p99 {duration(gap.p99 / 1e3)}; {restarts}"),
         ("stood still for the sync", f"{summary.exposed_sync_frac:.2%} of the learner's time"),
         ("oldest token trained", plural(summary.max_token_age, "version")),

@@ -82,9 +82,9 @@ def _tree(found: Found) -> dict[str, Any]:
 
 def bound(account: Account) -> str:
     """What holds a run up, by the measure of a live one."""
-    from headrace.observe.verdict import judge
+    from headrace.observe.verdict import bound_of
 
-    return str(judge(account).bound)
+    return str(bound_of(account))
 
 
 def asked_of(config: RunConfig) -> Asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def status(
             out.print(readable(line))
     for words in seen["warnings"]:
         out.print(f"warning: {readable(words)}", style="yellow")
+    if seen["verdict"]:
+        out.print(readable(seen["verdict"]))
     if seen["cause"]:
         out.print(f"cause: {readable(seen['cause'])}")
 
@@ -83,4 +86,18 @@ def look(run_dir: Path) -> dict[str, Any]:
         "components": components,
         "waits": last.waits,
         "warnings": last.warnings,
+        "verdict": _verdict(run_dir, summary),
     }
+
+
+def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
+    """What holds the run up, as it has said last; empty where it has not said yet."""
+    from headrace.observe import LIVE_FILE
+
+    if summary is not None:
+        return str(summary.get("verdict") or "")
+    try:
+        tree = json.loads((run_dir / LIVE_FILE).read_bytes())
+    except (OSError, ValueError):  # none yet, or one that is just being replaced
+        return ""
+    return str(tree.get("verdict") or "") if isinstance(tree, dict) else ""

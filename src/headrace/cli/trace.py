@@ -25,19 +25,18 @@ def trace(
     starting(f"reading {run_dir}")
     import msgspec
 
-    from headrace.observe import load_run, run_verdict
+    from headrace.observe import load_run
 
     run = load_run(run_dir)
-    verdict = run_verdict(run)
     written = _export(run, out, otlp)
     if as_json:
         account = None if run.account is None else msgspec.structs.asdict(run.account)
-        print_json({"verdict": str(verdict or ""), "account": account, "notes": run.notes, **written})
+        print_json({"verdict": run.verdict, "account": account, "notes": run.notes, **written})
         return
     said = console()
     for note in run.notes:
         said.print(readable(note), style="yellow")
-    said.print(str(verdict) if verdict else "no verdict yet: no step has ended")
+    said.print(readable(run.verdict) or "no verdict yet: no step has ended")
     for what, num in written.items():
         said.print(f"{what}: {num:,}")
 

@@ -137,7 +137,6 @@ def account(state: RunState) -> Account:
         seconds=training_s(state),
         engine_busy_s=stats.busy_s - state.engine_before.busy_s,
         learner_busy_s=state.tally.learner_busy_s,
-        sync_s=state.tally.exposed_sync_s,
         exposed_sync_s=state.tally.exposed_sync_s,
     )
 

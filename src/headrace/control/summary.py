@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.types.observation import Account
+
 
 class UnitFates(msgspec.Struct, frozen=True, kw_only=True):
     """submitted = trained + dropped + in flight."""
@@ -30,8 +32,8 @@ class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """``summary.json``. Times and fractions are of the training phase: from the first rollout to the last commit of
-    this life of the run; the ledger is of all its lives."""
+    """``summary.json``. Times and fractions are of the training phase: from the first rollout to the end of the last
+    step of this life of the run; the ledger is of all its lives."""
 
     status: str
     """``finished``, ``stopped`` (by a signal or an alarm) or ``failed``."""
@@ -82,5 +84,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     recoveries: list[str] = []
     """Parts that died and were started again in this life, in words."""
     verdict: str
-    """Which side waited, in words."""
+    """What held the run up, in words."""
+    account: Account | None = None
+    """Where the time went, in numbers: what the verdict and the fractions above are made of; ``None`` before the end of
+    the first step."""
     run_dir: str

@@ -42,7 +42,7 @@ def summarize(
         engine_idle_frac=shares.engine_idle,
         learner_idle_frac=shares.learner_idle,
         commit_gap_ms=CommitGap(p50=float(np.percentile(gaps_ms, 50)), p99=float(np.percentile(gaps_ms, 99))),
-        exposed_sync_frac=shares.sync,
+        exposed_sync_frac=shares.of_time(shares.exposed_sync_s),
         sequences_restarted=tally.restarted,
         max_token_age=max(tally.ages, default=0),
         age_histogram=dict(sorted(tally.ages.items())),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from headrace.clock import Clock
@@ -34,6 +36,15 @@ class Together:
         if self._num == 1:
             self._observers.spans(self._so_far())
         self._num -= 1
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Within this, a task that has entered is not at it."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _so_far(self) -> list[Span]:
         if not self._num:

@@ -13,14 +13,16 @@ Nothing here is imported by the loop; everything here reads pure data.
 from headrace.observe.account import Accountant, account_of
 from headrace.observe.alarms import AlarmWatch, Raised
 from headrace.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, JsonlWriter, read_jsonl, read_steps
+from headrace.observe.looptime import WatchedLoop
 from headrace.observe.recorder import Recorder
-from headrace.observe.report import run_verdict, write_report
+from headrace.observe.report import write_report
 from headrace.observe.rundata import RunData, load_run, run_about, run_name
-from headrace.observe.summary import age_histogram, commit_gap_ms, evaluations, observed
-from headrace.observe.system import SystemWatch
+from headrace.observe.settings import Settings, settings_of
+from headrace.observe.summary import age_histogram, commit_gap_ms, evaluations, figures_of, observed
+from headrace.observe.system import SystemWatch, Usage
 from headrace.observe.terminal import LiveView, PlainView, View, open_view
 from headrace.observe.trace import account, busy_frac, idle_frac
-from headrace.observe.verdict import Bound, Verdict, judge
+from headrace.observe.verdict import Verdict, judge
 from headrace.observe.writers import Posting, RunFacts
 
 __all__ = [
@@ -30,7 +32,6 @@ __all__ = [
     "TRACE_FILE",
     "Accountant",
     "AlarmWatch",
-    "Bound",
     "JsonlWriter",
     "LiveView",
     "PlainView",
@@ -39,15 +40,19 @@ __all__ = [
     "Recorder",
     "RunData",
     "RunFacts",
+    "Settings",
     "SystemWatch",
+    "Usage",
     "Verdict",
     "View",
+    "WatchedLoop",
     "account",
     "account_of",
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
     "evaluations",
+    "figures_of",
     "idle_frac",
     "judge",
     "load_run",
@@ -57,6 +62,6 @@ __all__ = [
     "read_steps",
     "run_about",
     "run_name",
-    "run_verdict",
+    "settings_of",
     "write_report",
 ]

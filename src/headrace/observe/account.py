@@ -9,11 +9,15 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from headrace.observe.trace import Interval, account
+from headrace.observe.settings import UNKNOWN, Settings
+from headrace.observe.system import Usage
+from headrace.observe.trace import WAIT_BATCH, Interval, account, union
 from headrace.observe.verdict import judge
 from headrace.types.observation import Account, Event, LiveState, StepRecord
 from headrace.types.trace import Span
 
+EPISODES = "rollout"
+"""The lane that has a span for every episode."""
 LATE_S = 1.0
 """Spans of what happened this long ago have arrived: engines report what they do every quarter of a second."""
 
@@ -43,7 +47,9 @@ class Accountant:
     A run of any length costs it as much memory as two steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings = UNKNOWN) -> None:
+        """``settings``: of the run, as far as advice depends on them."""
+        self._settings = settings
         self._spans: list[Span] = []
         self._lanes: set[str] = set()
         self._open: list[StepRecord] = []
@@ -60,7 +66,9 @@ class Accountant:
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Keep those that an account is made of, until their time is accounted for."""
-        kept = [span for span in spans if span.lane != "rollout"]
+        kept = [span for span in spans if span.lane != EPISODES]
+        episodes = union((span.start_s, span.end_s) for span in spans if span.lane == EPISODES)  # of thousands, a few
+        kept += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
         self._lanes.update(span.lane for span in kept)
         self._spans += kept
 
@@ -84,10 +92,23 @@ class Accountant:
     def update(self, state: LiveState) -> None:
         """Nothing."""
 
+    def usage(self, usage: Usage) -> None:
+        """Add what the run's processes took of the machine during some seconds of its training."""
+        self._total += Account(
+            observed_s=usage.seconds,
+            processors_s=usage.processors_s,
+            used_s=dict(usage.used_s),
+            queued_s=dict(usage.queued_s),
+        )
+
     def total(self) -> Account:
         """Up to the end of the last step, as far as is known."""
         self._add(list(self._open))
         return self._total
+
+    def verdict(self) -> str:
+        """The verdict on all that :meth:`total` tells, in words; empty before the first step."""
+        return str(judge(self.total(), self._settings)) if self.total().seconds else ""
 
     def shown(self, state: LiveState) -> LiveState:
         """``state`` with where the time went, in numbers and in words."""
@@ -98,7 +119,7 @@ class Accountant:
         return msgspec.structs.replace(
             state,
             account=so_far if so_far.seconds else state.account,
-            verdict=str(judge(so_far)) if so_far.seconds else "",
+            verdict=str(judge(so_far, self._settings)) if so_far.seconds else "",
             throughput=tuple(self._throughput),
             waited=tuple(self._waited),
         )
@@ -111,8 +132,13 @@ class Accountant:
         waits = [wait.since_s for wait in state.waits if wait.loop == "learner" and wait.state == "waiting"]
         waits_s = waits[0] if waits else 0.0
         at_it = Span(lane="learner", name="step", start_s=newest.clock_s, end_s=max(newest.clock_s, now_s - waits_s))
-        made = account([*self._spans, at_it], (self._closed_s, now_s - LATE_S), self._lanes)
-        return msgspec.structs.replace(made, trained_tokens=sum(record.trained_tokens for record in self._open))
+        waiting = Span(lane="learner", name=WAIT_BATCH, start_s=at_it.end_s, end_s=max(at_it.end_s, now_s))
+        made = account([*self._spans, at_it, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
+        return msgspec.structs.replace(
+            made,
+            generated_tokens=newest.generated_tokens - (0 if self._last is None else self._last.generated_tokens),
+            trained_tokens=sum(record.trained_tokens for record in self._open),
+        )
 
     def _add(self, steps: list[StepRecord]) -> None:
         """Add the first of the open steps, all at once."""

@@ -13,8 +13,7 @@ import msgspec
 from headrace.errors import visible
 from headrace.observe.document import document
 from headrace.observe.rundata import RunData, run_about
-from headrace.observe.verdict import Verdict
-from headrace.observe.words import duration, number, plural
+from headrace.observe.words import duration, number, percent, plural
 
 _LONGEST = 4000
 _SHOWN_ABOVE = ("ledger", "age_histogram", "warnings", "verdict")
@@ -31,7 +30,7 @@ class Picture:
     dark: bytes
 
 
-def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> str:
+def page(run: RunData, verdict: str, pictures: Sequence[Picture]) -> str:
     """The whole document."""
     name, about = run.name, " · ".join(filter(None, [run_about(run.config), str(run.directory.resolve())]))
     parts = [
@@ -47,12 +46,11 @@ def page(run: RunData, verdict: Verdict | None, pictures: Sequence[Picture]) -> 
     return document(_text(f"{name} · headrace"), "\n".join(filter(None, parts)), _STYLE, pictures=True)
 
 
-def _verdict(verdict: Verdict | None) -> str:
-    if verdict is None:
+def _verdict(verdict: str) -> str:
+    if not verdict:
         return "<p class='verdict'>No verdict yet: no step, or no trace of one.</p>"
-    advice = f"<span class='advice'>{_text(verdict.advice)}</span>" if verdict.advice else ""
-    besides = f" {_text(verdict.besides)}" if verdict.besides else ""
-    return f"<p class='verdict'><b>{_text(verdict.bound)}</b> {_text(verdict.finding)} {advice}{besides}</p>"
+    bound, _, words = verdict.partition(": ")
+    return f"<p class='verdict'><b>{_text(bound)}</b> {_text(words)}</p>"
 
 
 def _notes(run: RunData) -> list[str]:
@@ -180,7 +178,7 @@ def _bound(run: RunData) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.0%}"
+    return "–" if value is None else percent(value)
 
 
 def _count(value: Any) -> str:

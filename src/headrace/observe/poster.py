@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import RunError, visible
-from headrace.observe.report import REPORT_DIR, run_verdict
+from headrace.observe.report import REPORT_DIR
 from headrace.observe.rundata import RunData, load_run
 from headrace.observe.words import duration, number, plural
 
@@ -64,8 +64,7 @@ def _draw(run: RunData, directory: Path, target: Path) -> None:
 
 
 def _verdict(run: RunData) -> list[str]:
-    found = run_verdict(run)
-    words = "No verdict yet: no step, or no trace of one." if found is None else str(found)
+    words = run.verdict or "No verdict yet: no step, or no trace of one."
     return textwrap.wrap(visible(words), LINE)
 
 

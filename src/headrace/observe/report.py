@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from headrace.errors import RunError
 from headrace.observe.page import Picture, page
 from headrace.observe.rundata import RunData, load_run
 from headrace.observe.summary import age_histogram
-from headrace.observe.verdict import Verdict, judge
-from headrace.observe.words import ages_in_words, number, plural
-from headrace.types.observation import Account
+from headrace.observe.words import ages_in_words, number, percent, plural
 
 REPORT_DIR = "report"
 
@@ -26,33 +22,17 @@ def write_report(run_dir: Path) -> Path:
     """
     run = load_run(run_dir)
     pictures = _pictures(run)
-    verdict = run_verdict(run)
     directory = run_dir / REPORT_DIR
     target = directory / "report.html"
     try:
         directory.mkdir(exist_ok=True)
         for name, picture in pictures.items():
             (directory / f"{name}.png").write_bytes(picture.light)
-        target.write_text(page(run, verdict, list(pictures.values())), encoding="utf-8")
+        target.write_text(page(run, run.verdict, list(pictures.values())), encoding="utf-8")
     except OSError as error:
         remedy = "make room on that disk and make the run directory writable; the run itself is not affected"
         raise RunError(f"{directory} cannot be written: {error.strerror}", remedy=remedy) from None
     return target
-
-
-def run_verdict(run: RunData) -> Verdict | None:
-    """The verdict on the whole run, from its trace and its steps; without a trace from what the summary says; ``None``
-    before the first step, and where neither is there."""
-    if not run.steps:
-        return None
-    if run.account is not None:
-        return judge(run.account)
-    engine, learner = run.measured("engine_idle_frac"), run.measured("learner_idle_frac")
-    if engine is None or learner is None:
-        return None
-    sync = run.measured("exposed_sync_frac") or 0.0
-    known = Account(seconds=1.0, engine_busy_s=1 - engine, learner_busy_s=1 - learner, sync_s=sync)
-    return judge(msgspec.structs.replace(known, together_s=1.0))  # whether they took turns only a trace can say
 
 
 def _pictures(run: RunData) -> dict[str, Picture]:
@@ -81,7 +61,9 @@ def _timeline(run: RunData) -> tuple[str, str]:
     idle = run.account
     if idle is None:
         return "Timeline of lanes: no trace.", caption
-    shares = f"the engine works {1 - idle.engine_idle:.0%} of the time, the learner {1 - idle.learner_idle:.0%}"
+    shares = (
+        f"the engine works {percent(1 - idle.engine_idle)} of the time, the learner {percent(1 - idle.learner_idle)}"
+    )
     return f"Timeline of lanes over the whole run and over a few steps from its middle: {shares}.", caption
 
 

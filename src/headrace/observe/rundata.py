@@ -13,9 +13,11 @@ import msgspec
 from headrace.errors import DataError, HeadraceError, visible
 from headrace.models.hub import called, is_hub_name
 from headrace.observe.account import account_of
-from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
-from headrace.observe.summary import observed
+from headrace.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
+from headrace.observe.settings import settings_of
+from headrace.observe.summary import figures_of, observed
 from headrace.observe.trace import Interval
+from headrace.observe.verdict import judge
 from headrace.types.observation import Account, Event, StepRecord
 from headrace.types.trace import Span
 
@@ -34,6 +36,8 @@ class RunData:
     spans: list[Span]
     summary: dict[str, Any]
     config: dict[str, Any]
+    live: dict[str, Any] = field(default_factory=dict)
+    """The last picture of the present moment."""
     events: list[Event] = field(default_factory=list)
     """What was worth a line, alarms included; of every life of the run."""
     notes: list[str] = field(default_factory=list)
@@ -61,8 +65,21 @@ class RunData:
 
     @cached_property
     def account(self) -> Account | None:
-        """Where the time and the tokens of the loop went; ``None`` without a trace."""
-        return account_of(self.spans, self.session, self.loop) if self.spans and self.loop[0] < self.loop[1] else None
+        """Where the time and the tokens of the loop went, as the run itself has said last; else by its trace; ``None``
+        without either."""
+        told = told_account(self.summary) or told_account(self.live)
+        if told is not None or not self.spans or self.loop[0] >= self.loop[1]:
+            return told
+        return account_of(self.spans, self.session, self.loop)
+
+    @cached_property
+    def verdict(self) -> str:
+        """What held the run up, in words, as the run itself has said last; else by its trace; empty before the first
+        step, and where no trace is there."""
+        told = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
+        if told or not self.steps or self.account is None:
+            return told
+        return str(judge(self.account, settings_of(self.config)))
 
     @property
     def name(self) -> str:
@@ -78,10 +95,7 @@ class RunData:
     def figures(self) -> dict[str, Any]:
         """The summary; where the run has left none, what steps and trace say in its place."""
         told = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
-        if self.account is not None:
-            told["engine_idle_frac"] = self.account.engine_idle
-            told["learner_idle_frac"] = self.account.learner_idle
-        return {**told, **self.summary}
+        return {**told, **({} if self.account is None else figures_of(self.account)), **self.summary}
 
     def measured(self, key: str) -> float | None:
         """One number of the figures; ``None`` where there is none."""
@@ -136,9 +150,27 @@ def load_run(run_dir: Path) -> RunData:
         spans=_try(lambda: _sound(read_jsonl(trace, Span, notes.append)), trace, [], notes),
         summary=_try(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
         config=_try(lambda: _tree(run_dir / CONFIG_FILE), run_dir / CONFIG_FILE, {}, notes),
+        live=_live(run_dir),
         events=_events(run_dir, notes),
         notes=notes,
     )
+
+
+def told_account(tree: Mapping[str, Any]) -> Account | None:
+    """The account in ``summary.json`` or ``live.json``; ``None`` where it holds none of some time."""
+    try:
+        account = msgspec.convert(tree.get("account") or {}, Account)
+    except msgspec.ValidationError:
+        return None
+    return account if account.seconds > 0 else None
+
+
+def _live(run_dir: Path) -> dict[str, Any]:
+    """The last picture of the present moment; empty where there is none: no report depends on it."""
+    try:
+        return _tree(run_dir / LIVE_FILE)
+    except DataError:
+        return {}
 
 
 def _events(run_dir: Path, notes: list[str]) -> list[Event]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.types.observation import StepRecord
+from headrace.types.observation import Account, StepRecord
 
 
 def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
@@ -79,4 +79,19 @@ def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
         "max_token_age": max(ages, default=None),
         "age_histogram": {str(age): tokens for age, tokens in ages.items()},
         "mismatch_kl": float(np.mean(kls)) if kls else None,
+    }
+
+
+def figures_of(account: Account) -> dict[str, Any]:
+    """The keys of ``summary.json`` that an account decides: those of one interval, from the first rollout to the end of
+    the last step. Every view takes them from here, so that they agree with the verdict."""
+    return {
+        "tokens_generated": account.generated_tokens,
+        "tokens_trained": account.trained_tokens,
+        "wall_s": account.seconds,
+        "generated_tok_s": account.per_second(account.generated_tokens),
+        "trained_tok_s": account.per_second(account.trained_tokens),
+        "engine_idle_frac": account.engine_idle,
+        "learner_idle_frac": account.learner_idle,
+        "exposed_sync_frac": account.of_time(account.exposed_sync_s),
     }

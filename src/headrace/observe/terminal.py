@@ -17,7 +17,7 @@ from rich.text import Text
 
 from headrace.control.observer import Observer
 from headrace.errors import visible
-from headrace.observe.words import ages_in_words, bar, duration, number, sparkline
+from headrace.observe.words import ages_in_words, bar, duration, number, percent, sparkline
 from headrace.types.observation import Event, LiveState, StepRecord, Wait
 from headrace.types.trace import Span
 
@@ -213,14 +213,14 @@ class _Pen:
         text = Text.assemble((sparkline(rates, self._bars), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
         if waited and not self.narrow:
             text.append("  waited ", style="dim").append(sparkline(waited, self._bars // 2), style="yellow")
-            text.append(f" {waited[-1]:.0%}")
+            text.append(f" {percent(waited[-1])}")
         return text
 
     def side(self, tok_s: float, idle: float | None, version: int) -> Text:
         if idle is None:
             return Text("not started yet", style="dim")
         text = Text.assemble(
-            (self._bar(1 - idle), "blue"), f" {1 - idle:4.0%} busy  ", (f"{number(tok_s)} tok/s", "bold")
+            (self._bar(1 - idle), "blue"), f" {percent(1 - idle):>4} busy  ", (f"{number(tok_s)} tok/s", "bold")
         )
         return text.append(f"  version {version}" if version >= 0 else "  no version yet", style="dim")
 

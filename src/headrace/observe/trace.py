@@ -6,13 +6,13 @@ scorers work at once), so time is the length of a union of intervals, never a su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types.observation import Account
+from headrace.types.observation import Account, Cause
 from headrace.types.trace import Span
 
 Interval = tuple[float, float]
@@ -97,8 +97,12 @@ def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
 
 
 def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
-    """Who worked during ``within``, who stood idle, and what for: the part of an account that spans tell. ``known``:
-    lanes that there are, though they may have no span here."""
+    """Who worked during ``within``, and what the others waited for: the part of an account that spans tell. ``known``:
+    lanes that there are, though they may have no span here.
+
+    A moment at which the learner stands idle belongs to the first part of :data:`LEARNER_WAITS` that works at it, and
+    likewise for every engine: the shares are disjoint, and leave nothing out.
+    """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:
         if span.lane not in lanes:
@@ -109,23 +113,87 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
     def when(lane: str, told: Callable[[Span], bool]) -> list[Interval]:
         return _cut(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if told(span)), within)
 
+    works = {lane: when(lane, _works) for lane in lanes}
     engines = [lane for lane in lanes if is_engine(lane)]
-    each, learner = [when(lane, _works) for lane in engines], when("learner", _works)
-    both_idle = complement(union([*chain(*each), *learner]), within)
-    exposed = when("learner", lambda span: span.name in ("snapshot", "wait sync"))
-    commits = [gap for lane in engines for gap in when(lane, lambda span: span.name == "commit")]
-    prompts = [when(lane, lambda span: span.name == "prefill") for lane in engines]
-    waits_for_weights = intersection(when("sync", _works), both_idle)
+    count = max(1, len(engines))
+    parts: dict[str, Sequence[Interval]] = {cause: works.get(cause, []) for cause in Cause}
+    parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
+    waits = {name: when("learner", _named(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
+    engine_waits: dict[str, float] = dict.fromkeys(map(str, Cause), 0.0)
+    for lane in engines:
+        for cause, part in split(complement(works[lane], within), parts, ENGINE_WAITS).items():
+            engine_waits[cause] += seconds(part) / count
+    exposed = when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC))
     return Account(
         seconds=within[1] - within[0],
-        engine_busy_s=sum(map(seconds, each)) / max(1, len(each)),
-        prefill_s=sum(map(seconds, prompts)) / max(1, len(each)),
-        learner_busy_s=seconds(learner),
-        together_s=sum(seconds(intersection(engine, learner)) for engine in each) / max(1, len(each)),
-        scoring_s=seconds(intersection(when("scoring", _works), both_idle)),
-        sync_s=seconds(union([*exposed, *commits, *waits_for_weights])),
+        engine_busy_s=sum(seconds(works[lane]) for lane in engines) / count,
+        prefill_s=sum(seconds(when(lane, lambda span: span.name == "prefill")) for lane in engines) / count,
+        engine_waits_s={cause: time_s for cause, time_s in engine_waits.items() if time_s},
+        learner_busy_s=seconds(works.get("learner", [])),
+        learner_waits_s=_learner_waits(complement(works.get("learner", []), within), waits, parts),
+        controller_busy_s=seconds(works.get(Cause.CONTROLLER, [])),
+        lanes_s={lane: seconds(time) for lane, time in works.items()},
         exposed_sync_s=seconds(exposed),
     )
+
+
+WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC = "wait batch", "wait rewards", "wait sync"
+"""Spans of the learner: until the last episode of its batch had ended, from then until the batch was put together, and
+until there was a buffer for its weights."""
+_OTHERS = (Cause.SCORING, Cause.TEACHERS, Cause.SYNC, Cause.LEDGER)
+LEARNER_WAITS: dict[str, tuple[Cause, ...]] = {
+    WAIT_BATCH: (Cause.ENGINE, Cause.CONTROLLER, Cause.ENVIRONMENT, *_OTHERS),
+    WAIT_REWARDS: (Cause.CONTROLLER, Cause.SCORING, Cause.TEACHERS, Cause.LEDGER),
+    "": (Cause.CONTROLLER, Cause.LEDGER),
+}
+"""By what the controller says of a wait, who may be waited for, the first that works first. An engine that works when
+the last episode of the batch has ended works on another batch. What no span tells is between two steps."""
+ENGINE_WAITS = (Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNER, *_OTHERS)
+"""The same of an engine without requests."""
+
+
+def split(
+    idle: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], order: Iterable[Cause]
+) -> dict[str, list[Interval]]:
+    """``idle`` by who works then: every moment is given to the first of ``order`` that does, else to nobody.
+
+    >>> split([(0, 4)], {"controller": [(1, 3)], "scoring": [(0, 2)]}, (Cause.CONTROLLER, Cause.SCORING))
+    {'controller': [(1, 3)], 'scoring': [(0, 1)], 'nobody': [(3, 4)]}
+    """
+    shares: dict[str, list[Interval]] = {}
+    left = list(idle)
+    for cause in order:
+        shares[str(cause)] = intersection(left, parts.get(cause, []))
+        left = _without(left, shares[str(cause)])
+    shares[str(Cause.NOBODY)] = left
+    return shares
+
+
+def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """The time of a union that another leaves free."""
+    if not intervals or not taken:
+        return list(intervals)
+    return intersection(intervals, complement(taken, (intervals[0][0], intervals[-1][1])))
+
+
+def _learner_waits(
+    idle: list[Interval], waits: Mapping[str, Sequence[Interval]], parts: Mapping[str, Sequence[Interval]]
+) -> dict[str, float]:
+    """What the learner waited for, in seconds: those causes that there were."""
+    total: dict[str, float] = {}
+    for_buffer = intersection(idle, waits[WAIT_SYNC])
+    total[str(Cause.SYNC)] = seconds(for_buffer)
+    idle = _without(idle, for_buffer)
+    for name, order in LEARNER_WAITS.items():
+        inside = intersection(idle, waits[name]) if name else idle
+        for cause, part in split(inside, parts, order).items():
+            total[cause] = total.get(cause, 0.0) + seconds(part)
+        idle = _without(idle, inside)
+    return {cause: time_s for cause, time_s in total.items() if time_s > 0}
+
+
+def _named(name: str) -> Callable[[Span], bool]:
+    return lambda span: span.name == name
 
 
 def _works(span: Span) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -30,6 +31,31 @@ def plural(amount: float | None, one: str, many: str = "") -> str:
         return "–"
     shown = f"{amount:,.0f}" if float(amount).is_integer() else number(amount)
     return f"{shown} {one if amount == 1 else many or f'{one}s'}"
+
+
+def percent(share: float) -> str:
+    """A share in whole percent, halves rounded up, as the dashboard rounds.
+
+    >>> percent(0.125), percent(0.124)
+    ('13%', '12%')
+    """
+    return f"{math.floor(100 * share + 0.5)}%"
+
+
+def percents(shares: Sequence[float], total: int | None) -> list[int]:
+    """Shares in whole percent. With a ``total`` they add up to it: those with the greatest fractions are rounded up.
+
+    >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
+    ([12, 12, 26], [13])
+    """
+    if total is None:
+        return [math.floor(100 * share + 0.5) for share in shares]
+    whole = sum(shares)
+    exact = [share / whole * total if whole > 0 else 0.0 for share in shares]
+    floors = [math.floor(each) for each in exact]
+    left = total - sum(floors) if whole > 0 else 0
+    first = sorted(range(len(exact)), key=lambda place: floors[place] - exact[place])[:left]
+    return [floor + (place in first) for place, floor in enumerate(floors)]
 
 
 def duration(seconds: float | None) -> str:

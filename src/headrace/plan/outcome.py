@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.types.observation import Account
+from headrace.types.observation import Account, Cause
 
 if TYPE_CHECKING:
     from headrace.plan.simulator import Simulation
@@ -91,14 +91,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         begin = self.steps[skipped - 1] if skipped else _BEGINNING
         end, counted = self.steps[-1], self.steps[skipped:]
         seconds = end.end_s - begin.end_s
+        engine_s = min(seconds, end.engine_busy_s - begin.engine_busy_s)
+        learner_s = min(seconds, end.learner_busy_s - begin.learner_busy_s)
+        together_s = end.together_s - begin.together_s
+        both_wait = {
+            Cause.SCORING: end.scoring_s - begin.scoring_s,
+            Cause.SYNC: end.sync_s - begin.sync_s,
+        }
         return Account(
             seconds=seconds,
-            engine_busy_s=min(seconds, end.engine_busy_s - begin.engine_busy_s),
+            engine_busy_s=engine_s,
+            engine_waits_s=_waits(seconds - engine_s, Cause.LEARNER, learner_s - together_s, both_wait),
             prefill_s=end.prefill_s - begin.prefill_s,
-            learner_busy_s=end.learner_busy_s - begin.learner_busy_s,
-            together_s=end.together_s - begin.together_s,
-            scoring_s=end.scoring_s - begin.scoring_s,
-            sync_s=end.sync_s - begin.sync_s + end.exposed_sync_s - begin.exposed_sync_s,
+            learner_busy_s=learner_s,
+            learner_waits_s=_waits(seconds - learner_s, Cause.ENGINE, engine_s - together_s, both_wait),
             exposed_sync_s=end.exposed_sync_s - begin.exposed_sync_s,
             straggler_s=sum(step.straggler_s for step in counted),
             generated_tokens=round(end.generated - begin.generated),
@@ -136,3 +142,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def max_age(self) -> int:
         """The greatest, in versions."""
         return max((age for step in self.steps for age in step.ages), default=0)
+
+
+def _waits(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
+    """The time in which one side does nothing, by who works then: the ``other`` side, what both wait for, or nobody."""
+    told = {other: other_s, **both_s}
+    waits: dict[str, float] = {}
+    for cause, time_s in told.items():
+        waits[str(cause)] = min(max(0.0, time_s), idle_s)
+        idle_s -= waits[str(cause)]
+    waits[str(Cause.NOBODY)] = idle_s
+    return {cause: time_s for cause, time_s in waits.items() if time_s > 0}

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -77,6 +78,8 @@ class EnginePolicy:
     """Handed every turn that has come to its end, with what it was sampled after."""
     agents: Agents = POLICY_ALONE
     """Who answers under which name."""
+    sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Is entered while a turn is sampled: the episode waits for the engine then, not for its environment."""
     begun: dict[int, TurnPart] = field(default_factory=dict)
     """What was sampled of turns in an earlier life or attempt, by their places among the sampled turns."""
     turns: list[Turn] = field(default_factory=list)
@@ -95,12 +98,8 @@ class EnginePolicy:
         self._asked[number] = empty
         parts: list[TurnPart] = []
         try:
-            async for part in self._parts(empty, wanted):
-                if part.lost:
-                    parts.clear()
-                parts.append(part)
-                if wanted.hear is not None:
-                    wanted.hear(part)
+            with self.sampling_turn():
+                await self._collect(parts, empty, wanted)
         finally:
             routings = (part.context_routing for part in parts if part.context_routing is not None)
             ended = parts[-1].stop_reason if parts else None
@@ -120,6 +119,15 @@ class EnginePolicy:
         if frozen is None:
             self.on_turn(self.key, wanted.prompt_ids_T, turn)
         return index
+
+    async def _collect(self, parts: list[TurnPart], empty: TurnPart, wanted: Wanted) -> None:
+        """Add the parts of a turn to ``parts`` as they arrive; where some were lost, those that follow replace them."""
+        async for part in self._parts(empty, wanted):
+            if part.lost:
+                parts.clear()
+            parts.append(part)
+            if wanted.hear is not None:
+                wanted.hear(part)
 
     def begin_again(self) -> None:
         """The episode is attempted once more: what is asked again is answered with what was sampled."""
@@ -206,6 +214,8 @@ class EpisodeRunner:
     """How long an attempt may take; ``None``: for ever."""
     retries: int = 0
     """How often an episode whose environment failed is attempted again."""
+    sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Is entered while a turn of an episode is sampled."""
 
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TurnPart] = ()
@@ -222,6 +232,7 @@ class EpisodeRunner:
             on_part=self.on_part,
             on_turn=self.on_turn,
             agents=self.agents,
+            sampling_turn=self.sampling_turn,
             begun={part.turn: part for part in begun},
         )
         withdrawal = withdrawal or Withdrawal()

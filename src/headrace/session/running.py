@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
+from headrace.observe import WatchedLoop
 
 T = TypeVar("T")
 
@@ -48,20 +49,26 @@ class Interrupts:
             self._task.cancel()
 
 
+def run_watched(main: Coroutine[Any, Any, T]) -> T:
+    """Run to the end in an event loop that knows how much of the time it works."""
+    with asyncio.Runner(loop_factory=WatchedLoop) as runner:
+        return runner.run(main)
+
+
 def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     """Run to the end, also from within a running loop (a notebook): in a thread then, which is always waited for."""
     interrupts = Interrupts()
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main(interrupts))
+        return run_watched(main(interrupts))
     results: list[T] = []
     errors: list[BaseException] = []
     over = threading.Event()
 
     def run() -> None:
         try:
-            results.append(asyncio.run(interrupts.attend(main(interrupts))))
+            results.append(run_watched(interrupts.attend(main(interrupts))))
         except asyncio.CancelledError:
             errors.append(KeyboardInterrupt())
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits

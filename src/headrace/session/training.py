@@ -19,6 +19,7 @@ from headrace.clock import RealClock
 from headrace.control import Controller, Settings, Summary
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
+from headrace.environ import num_cores
 from headrace.errors import ConfigError, HeadraceError, LearnerLost, LedgerError, RunError, StallError
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
@@ -26,7 +27,9 @@ from headrace.heap import settled_heap
 from headrace.launch.forking import ForkServer, forking
 from headrace.launch.local import local_world
 from headrace.launch.order import Component, Order, World
-from headrace.observe import write_report
+from headrace.models.devices import CPU
+from headrace.observe import Settings as KnownSettings
+from headrace.observe import settings_of, write_report
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
     CONFIG_FILE,
@@ -154,7 +157,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             books.append(_open_books(config, run_dir, stack, start))
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
-        watching = Watching(config, run_dir, RealClock(), stack)
+        watching = Watching(config, run_dir, stack, settings=_settings(prepared))
         order = _order(life, start, watching)
         comparisons: list[Comparison] = []
 
@@ -188,6 +191,14 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
 
         summary = await _run(order, control, start, Watchers(held=life.held, watching=watching, interrupts=interrupts))
         return comparisons[0].finish(summary) if comparisons else summary
+
+
+def _settings(prepared: Prepared) -> KnownSettings:
+    """What the verdict must know of the run."""
+    devices = prepared.devices
+    on_cpu = CPU in (*devices.engines, *devices.learner)
+    tree = prepared.config.model_dump(mode="json")
+    return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
 def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
@@ -296,7 +307,7 @@ async def _last_words(controller: Controller, cause: BaseException, watchers: Wa
 def _finish(controller: Controller, summary: Summary, watchers: Watchers) -> Summary:
     """Write the summary with the verdict on the run, where there is still a place for it."""
     watchers.held.refuse_lost()
-    summary = msgspec.structs.replace(summary, verdict=watchers.watching.verdict())
+    summary = watchers.watching.concluded(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 

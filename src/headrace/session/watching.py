@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO, cast
 
-from headrace.clock import Clock
+import msgspec
+
+from headrace.clock import RealClock
 from headrace.control import Controller
 from headrace.control.observer import Observer, Observers
+from headrace.control.summary import Summary
 from headrace.lasting import LastingStream
 from headrace.launch.order import Component
-from headrace.observe import Accountant, AlarmWatch, Posting, Raised, Recorder, RunFacts, SystemWatch, judge, open_view
+from headrace.observe import (
+    Accountant,
+    AlarmWatch,
+    Posting,
+    Raised,
+    Recorder,
+    RunFacts,
+    Settings,
+    SystemWatch,
+    WatchedLoop,
+    figures_of,
+    open_view,
+)
 from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE
 from headrace.observe.terminal import PlainView, SilentView, View
 from headrace.session.config import RunConfig
 from headrace.types.observation import Event, LiveState
 
+TRAINING = "training"
+"""The phase that an account is of."""
 SYSTEM_EVERY = 2
 """Looks at the run between two at the memory of its processes."""
 
@@ -28,12 +46,16 @@ class Watching:
     Raises :class:`~headrace.errors.ConfigError` where a writer cannot be had.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, clock: Clock, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: Settings) -> None:
+        """``settings``: as far as the verdict depends on them."""
+        clock = RealClock()
         self.controller: Controller | None = None
         """Hears of alarms, once it is there."""
-        self._accountant = Accountant()
+        self._accountant = Accountant(settings)
         self._system = SystemWatch(run_dir, clock)
         self._looks = 0
+        self._trains = False
+        """Whether the run was in its training phase when its processes were last looked at."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
@@ -43,12 +65,15 @@ class Watching:
         self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._alarmed)]
         self.observers = Observers(watchers)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, WatchedLoop):
+            self.observers.ask(loop.work.spans)
         stack.callback(self.observers.flush)
 
     def look(self, controller: Controller, components: list[Component]) -> LiveState:
         """The present moment, told to all of them."""
         if not self._looks % SYSTEM_EVERY:
-            controller.state.system = self._system.read((part.role, part.pid) for part in components if not part.node)
+            self._read(controller, components)
         self._looks += 1
         live = self._accountant.shown(controller.live())
         self.observers.update(live)
@@ -68,10 +93,21 @@ class Watching:
         with suppress(OSError, ValueError):  # standard error may be gone with it
             sys.stderr.write(f"warning: {text}\n")
 
-    def verdict(self) -> str:
-        """On the whole run so far, in words; empty before the first step."""
-        total = self._accountant.total()
-        return str(judge(total)) if total.seconds else ""
+    def _read(self, controller: Controller, components: list[Component]) -> None:
+        """How much the processes of the run take of this machine; what they took in training goes into the account."""
+        controller.state.system = self._system.read((part.role, part.pid) for part in components if not part.node)
+        trained, self._trains = self._trains, controller.state.phase == TRAINING
+        if self._system.usage is not None and trained and self._trains:
+            self._accountant.usage(self._system.usage)
+
+    def concluded(self, summary: Summary) -> Summary:
+        """The summary with the account of the run so far, its figures, and the verdict on it."""
+        account = self._accountant.total()
+        if not account.seconds:
+            return summary
+        return msgspec.structs.replace(
+            summary, account=account, verdict=self._accountant.verdict(), **figures_of(account)
+        )
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
         self._warn(str(raised), kind=f"alarm {raised.name}")

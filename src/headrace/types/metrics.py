@@ -140,7 +140,7 @@ _TIME = _rows(
     ("sync/wait_s", "s", SUM, "Commits waited for sequences to finish, or exchanged weights while these went on"),
     ("sync/carried_over", "sequences", SUM, "Had begun, and went on under newer weights"),
     ("sync/recomputed_tokens", "tokens", SUM, "Of these, in the cache, and to be computed again"),
-    ("engine_busy_frac", "frac", MEAN, "The engine ran steps, of the time since the last step"),
+    ("engine_busy_frac", "frac", MEAN, "The engine had requests and worked, of the time since the last step"),
     ("learner_busy_frac", "frac", MEAN, "The learner trained or copied, of the time since the last step"),
     ("prefill_frac", "frac", MEAN, "Of the engine's busy time, reading prompts"),
     ("cost_s_per_episode", "s", MEAN, "Time since the last step per episode trained: its cost in machine time"),
@@ -157,6 +157,8 @@ _PARTS = _rows(
     ("preempted", "times", LAST, "Sequences that left a full cache and went on later, since the engine started"),
     ("memory/{part}", "bytes", LAST, "Memory that a process of the run holds (its resident set)"),
     ("cpu/{part}", "cores", MEAN, "Processor time of a process over time"),
+    ("cpu_queued/{part}", "frac", MEAN, "A thread of a process could have run, and had no processor (Linux)"),
+    ("cpu_used_frac", "frac", MEAN, "Processors in use by the run's processes, of those that they may use"),
     ("disk_free_bytes", "bytes", LAST, "Room on the disk of the run directory"),
 )
 _LEARNING = _rows(

@@ -6,8 +6,9 @@ A number that is not finite is written to files as ``null`` and read back as ``N
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -91,6 +92,9 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Account(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time and the tokens of one interval went. Accounts of intervals that follow each other add up.
 
+    The time of the learner is its work and its waits, by what it waits for: together they are ``seconds``. So is the
+    time of the engine.
+
     >>> both = Account(seconds=2.0, learner_busy_s=1.0) + Account(seconds=2.0, wasted_tokens={"stale": 3})
     >>> both.learner_idle, both.wasted_tokens
     (0.75, {'stale': 3})
@@ -99,24 +103,34 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Its length."""
     engine_busy_s: float = 0.0
-    """In steps of the engine; of several engines, their mean."""
+    """The engine had requests: it read them, ran steps and sent tokens. Of several engines, their mean."""
     prefill_s: float = 0.0
     """Of these, on prompts."""
+    engine_waits_s: dict[str, float] = {}
+    """The rest of the time, by the part that worked meanwhile: a name of :class:`Cause`. Of several engines, their
+    mean."""
     learner_busy_s: float = 0.0
     """The learner trained, copied its weights or saved them."""
-    together_s: float = 0.0
-    """An engine and the learner worked at once; of several engines, their mean."""
-    scoring_s: float = 0.0
-    """Engine and learner both stood idle while a reward was being computed."""
-    sync_s: float = 0.0
-    """Somebody stood still for the sync: the learner copied its weights or waited for a buffer, the engine committed,
-    or both waited while a version was on its way."""
+    learner_waits_s: dict[str, float] = {}
+    """The rest of the time, by what the learner waited for: a name of :class:`Cause`."""
+    controller_busy_s: float = 0.0
+    """The controller's event loop ran; 0 where nobody watched it."""
+    lanes_s: dict[str, float] = {}
+    """Work of every lane of the trace, by its name."""
     exposed_sync_s: float = 0.0
-    """Of these, the learner stood still."""
+    """The learner copied its weights, or waited for a buffer to copy them to."""
     straggler_s: float = 0.0
     """The learner waited for a batch of whose episodes nine in ten had ended."""
     held_back_s: float = 0.0
     """As many groups ran as ``flow.capacity`` allows, and no request waited for the engine."""
+    observed_s: float = 0.0
+    """How long the run's processes were looked at, for the fields below; 0 where nobody looked."""
+    processors_s: float = 0.0
+    """Processor time of the run's processes on this machine, over the number of processors that they may use."""
+    used_s: dict[str, float] = {}
+    """By kind of process: its processor time."""
+    queued_s: dict[str, float] = {}
+    """By kind of process: how long its thread that waited longest could have run, and had no processor."""
     generated_tokens: int = 0
     trained_tokens: int = 0
     """That carried loss."""
@@ -125,20 +139,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, later: Account) -> Account:
         """Both intervals as one."""
-        sums = {
-            name: value + getattr(later, name)
-            for name, value in msgspec.structs.asdict(self).items()
-            if name != _WASTED
-        }
-        wasted = {
-            reason: self.wasted_tokens.get(reason, 0) + later.wasted_tokens.get(reason, 0)
-            for reason in (*self.wasted_tokens, *later.wasted_tokens)
-        }
-        return Account(**sums, wasted_tokens=wasted)
+        return Account(**{
+            name: _added(value, getattr(later, name)) for name, value in msgspec.structs.asdict(self).items()
+        })  # fmt: skip
 
     @property
     def engine_idle(self) -> float:
-        """The fraction of the time in which the engine ran no step."""
+        """The fraction of the time in which the engine had nothing to do."""
         return 1.0 - self.of_time(self.engine_busy_s) if self.seconds > 0 else 0.0
 
     @property
@@ -146,15 +153,13 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         """The fraction of the time in which the learner neither trained, copied nor saved."""
         return 1.0 - self.of_time(self.learner_busy_s) if self.seconds > 0 else 0.0
 
-    @property
-    def scoring(self) -> float:
-        """``scoring_s`` as a fraction of the time."""
-        return self.of_time(self.scoring_s)
+    def learner_waits(self, cause: str) -> float:
+        """The fraction of the time in which the learner waited for ``cause``."""
+        return self.of_time(self.learner_waits_s.get(cause, 0.0))
 
-    @property
-    def sync(self) -> float:
-        """``sync_s`` as a fraction of the time."""
-        return self.of_time(self.sync_s)
+    def engine_waits(self, cause: str) -> float:
+        """The fraction of the time in which the engine stood idle while ``cause`` worked."""
+        return self.of_time(self.engine_waits_s.get(cause, 0.0))
 
     def of_time(self, part_s: float) -> float:
         """``part_s`` as a fraction of the interval, between 0 and 1; 0 of no interval."""
@@ -165,7 +170,69 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-_WASTED = "wasted_tokens"
+def _added(value: Any, later: Any) -> Any:
+    """The sum of two numbers, or of two tables of numbers, key by key."""
+    if not isinstance(value, dict):
+        return value + later
+    return {key: value.get(key, 0) + later.get(key, 0) for key in (*value, *later)}
+
+
+class Cause(enum.StrEnum):
+    """What the learner, or an engine, waits for."""
+
+    ENGINE = "engine"
+    """Tokens of the batch: an engine works."""
+    LEARNER = "learner"
+    """A slot for new groups, which a step frees: the learner works."""
+    CONTROLLER = "controller"
+    """The controller's event loop: it starts episodes, takes in tokens and rewards, puts batches together."""
+    ENVIRONMENT = "environment"
+    """Environments and agent programs."""
+    SCORING = "scoring"
+    """Rewards, from scoring workers or judges."""
+    TEACHERS = "teachers"
+    """Teachers with engines of their own."""
+    SYNC = "sync"
+    """Weights on their way, or a buffer for them."""
+    LEDGER = "ledger"
+    """The disk with the run's ledger."""
+    NOBODY = "nobody"
+    """No part works: messages are between two processes, or a process waits to be given a processor."""
+
+
+class Bound(enum.StrEnum):
+    """What holds a run up."""
+
+    GENERATION = "generation-bound"
+    """The engine works nearly all the time, or is what the learner mostly waits for."""
+    PREFILL = "prefill-bound"
+    """The same, and most of the engine's work is reading prompts."""
+    STRAGGLERS = "straggler-bound"
+    """The learner waits for the last episodes of a batch."""
+    CAPACITY = "capacity-bound"
+    """The learner waits for the engine, and ``flow.capacity`` keeps more groups from running."""
+    LEARNER = "learner-bound"
+    """The learner works nearly all the time, and the engine does not."""
+    CONTROLLER = "controller-bound"
+    """The controller works nearly all the time, or is what the learner mostly waits for."""
+    ENVIRONMENT = "environment-bound"
+    """The learner mostly waits while environments work and the engine has nothing to do."""
+    SCORING = "scoring-bound"
+    """The learner mostly waits for rewards."""
+    TEACHERS = "teacher-bound"
+    """The learner mostly waits for teachers with engines of their own."""
+    SYNC = "sync-bound"
+    """The learner mostly waits for weights."""
+    LEDGER = "disk-bound"
+    """The learner mostly waits for the disk with the ledger."""
+    PROCESSORS = "processor-bound"
+    """The parts wait for processors that others use."""
+    TURNS = "taking turns"
+    """The learner waits while the engine works, and the engine while the learner works."""
+    BALANCED = "balanced"
+    """Engine and learner both work nearly all the time."""
+    NOTHING = "nothing single binds"
+    """No part works nearly all the time, and none is what the learner mostly waits for."""
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

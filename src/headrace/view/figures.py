@@ -12,9 +12,10 @@ from headrace.errors import DataError, HeadraceError
 from headrace.flow.ledger.base import Conservation, Fates
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
-from headrace.observe import age_histogram, evaluations, observed
+from headrace.observe import age_histogram, evaluations, figures_of, observed
 from headrace.observe.metrics import REGISTRY, find, flat
-from headrace.types.observation import Account, StepRecord
+from headrace.observe.rundata import told_account
+from headrace.types.observation import StepRecord
 from headrace.view.run import LIVING, OpenRun
 
 MOST_POINTS = 2000
@@ -158,13 +159,8 @@ def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
     told = observed(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
         return {**told, **run.summary.tree}
-    try:
-        account = msgspec.convert(run.live.tree.get("account") or {}, Account)
-    except msgspec.ValidationError:
-        account = Account()
-    if account.seconds:
-        told |= {"engine_idle_frac": account.engine_idle, "learner_idle_frac": account.learner_idle}
-    return told
+    account = told_account(run.live.tree)
+    return told if account is None else {**told, **figures_of(account)}
 
 
 def _verdict(run: OpenRun, living: bool) -> str:

@@ -19,7 +19,7 @@ from headrace.types.trace import Span
 Column = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
-LANES = ("engine", "learner", "scoring", "sync", "rollout")
+LANES = ("engine", "learner", "controller", "environment", "scoring", "sync", "ledger", "rollout")
 """The usual lanes, in the order they are shown; others follow by name."""
 MOST_SPANS = 600
 """Of one lane that are shown one by one; beyond, its window is shown as how much of each bin they fill."""

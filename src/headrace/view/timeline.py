@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import DataError
-from headrace.types.observation import StepRecord
+from headrace.observe.rundata import told_account
+from headrace.types.observation import Account, StepRecord
 from headrace.view.run import OpenRun
 
 MOST_BINS = 2000
@@ -21,15 +22,15 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
         if extent is None:
             return {"lanes": [], "extent": [0.0, 0.0], "window": [0.0, 0.0], "steps": [], "spans": 0}
         zero = steps[0].clock_s - steps[0].seconds - steps[0].wait_s if steps else extent[0]
-        first, last = zero, max(extent[1], steps[-1].clock_s if steps else extent[1])
+        last = max(extent[1], steps[-1].clock_s if steps else extent[1])
         window = (_moment(start, 0.0) + zero, _moment(end, last - zero) + zero)
         if not window[0] < window[1]:
             raise DataError(f"the window from {start!r} to {end!r} is empty", remedy="give two moments that rise")
         count = min(MOST_BINS, max(10, int(_moment(bins, 600.0))))
         shown = lanes.window(window, count)
-        busy = {lane["lane"]: lanes.busy(lane["lane"], (first, last)) for lane in shown}
+        account = told_account(run.summary.tree) or told_account(run.live.tree)
         for lane in shown:
-            lane["busy_overall"] = busy[lane["lane"]]
+            lane["busy_overall"] = _in_training(account, lane["lane"])
             _shift(lane, zero)
         return {
             "lanes": shown,
@@ -38,6 +39,12 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
             "steps": _marks(steps, window, zero),
             "spans": lanes.num_spans,
         }
+
+
+def _in_training(account: Account | None, lane: str) -> float | None:
+    """The share of its training phase in which a lane worked, by the account that the verdict is made of; ``None``
+    where the run has none."""
+    return None if account is None else account.of_time(account.lanes_s.get(lane, 0.0))
 
 
 def session(steps: list[StepRecord]) -> list[StepRecord]:

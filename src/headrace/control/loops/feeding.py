@@ -106,7 +106,9 @@ class Feeder:
         state = self._state
         step = taken.step
         with state.board.asking("learner", f"an entry in the ledger that step {step} is taken", of="the disk"):
+            flushed_s = state.parts.clock.now()
             await state.flow.flush()  # what is trained must be known to have been taken
+            state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(taken.groups)
         collated = collate(step, taken.groups, credits, state.parts.agents.adapters)
         seen = look_at(taken.groups)  # now that they are in the processor's caches

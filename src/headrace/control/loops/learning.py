@@ -67,7 +67,7 @@ class LearningLoop:
         state.board.working("learner", f"step {ordered.step}")
         waited_s = max(0.0, ordered.ordered_s - self._free_since_s)
         if waited_s:
-            state.span("learner", "wait batch", self._free_since_s, ordered.step, end_s=ordered.ordered_s)
+            self._tell_wait(ordered)
         report, trained_s = await ordered.trained
         if ordered.masked:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
@@ -102,6 +102,16 @@ class LearningLoop:
         if ordered.saving is not None:
             await self._saver.finish(ordered.saving)
             self._free_since_s = clock.now()
+
+    def _tell_wait(self, ordered: Ordered) -> None:
+        """Until the last episode of the batch had ended the learner waited for episodes, from then on for rewards and
+        for the batch itself."""
+        since_s = self._free_since_s
+        last_s = min(max(ordered.seen.ends_s, default=since_s), ordered.ordered_s)
+        if last_s > since_s:
+            self._state.span("learner", "wait batch", since_s, ordered.step, end_s=last_s)
+        if ordered.ordered_s > max(since_s, last_s):
+            self._state.span("learner", "wait rewards", max(since_s, last_s), ordered.step, end_s=ordered.ordered_s)
 
     def _count(self, done: StepDone, copying_s: float) -> None:
         tally = self._state.tally

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
 from headrace.control.board import LoopContract
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
+from headrace.control.together import Together
 from headrace.errors import DataError
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
@@ -45,6 +47,10 @@ class RolloutLoop:
         self._attempted: dict[EpisodeKey, Task] = {}
         resting = 0 if state.curriculum is None else state.curriculum.num_rest
         self._most_unfit = 2 * len(state.parts.tasks) + resting  # by then each row had its turn, if it has any
+        self._elsewhere: Together | None = None
+        """At it are the episodes that wait for their environment; ``None`` where episodes only ask the engine."""
+        if not state.parts.env.asks_prompt:
+            self._elsewhere = Together("environment", "run", state.observers, state.parts.clock)
         self._runner = EpisodeRunner(
             engine=state.parts.engine,
             env=state.parts.env,
@@ -59,6 +65,7 @@ class RolloutLoop:
             limits=state.parts.limits,
             timeout_s=state.parts.episode_timeout_s,
             retries=state.parts.episode_retries,
+            sampling_turn=self._elsewhere.left if self._elsewhere is not None else nullcontext,
         )
 
     async def run(self) -> None:
@@ -150,7 +157,8 @@ class RolloutLoop:
         self._attempted[key] = group.task
         for part in begun:
             self._on_part(part)
-        with self._state.board.asking("rollout", "an episode", of="engine or environment"):
+        elsewhere = nullcontext() if self._elsewhere is None else self._elsewhere
+        with self._state.board.asking("rollout", "an episode", of="engine or environment"), elsewhere:
             episode = await self._runner.run(key, group.task, withdrawal, begun)
         del group.running[place], self._attempted[key]
         self._state.attempts.ended(episode, start_s, self._state.parts.clock.now())

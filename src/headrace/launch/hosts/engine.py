@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -143,6 +144,8 @@ class EngineHost:
         self._busy_since: float | None = None
         self._reported_s = 0.0
         self._told_prefill_s = 0.0
+        self._worked_s = 0.0
+        """All that spans have told, commits aside."""
         self._spans: list[Span] = []
 
     def serve(self) -> None:
@@ -283,8 +286,11 @@ class EngineHost:
         spans, self._spans = self._spans, []
         if self._busy_since is not None and (idle or due):
             spans += worked(self._busy_since, time_s, stats.prefill_s - self._told_prefill_s)
+            self._worked_s += time_s - self._busy_since
             self._busy_since = None if idle else time_s
             self._reported_s, self._told_prefill_s = time_s, stats.prefill_s
+        begun_s = 0.0 if self._busy_since is None else time_s - self._busy_since
+        stats = msgspec.structs.replace(stats, busy_s=self._worked_s + begun_s)
         self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))
 
 

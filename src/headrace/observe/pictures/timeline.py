@@ -15,11 +15,13 @@ from matplotlib.patches import Patch
 
 from headrace.observe.pictures.canvas import Theme, say, time_unit
 from headrace.observe.rundata import RunData
-from headrace.observe.trace import Interval, busy, coverage, intersection, is_wait, seconds, union
+from headrace.observe.trace import Interval, busy, coverage, intersection, is_wait, union
+from headrace.observe.words import percent
+from headrace.types.observation import Account
 from headrace.types.trace import Span
 
-_LANES = ("engine", "learner", "scoring", "sync", "rollout")
-_MOST_LANES = 8
+_LANES = ("engine", "learner", "controller", "environment", "scoring", "sync", "ledger", "rollout")
+_MOST_LANES = 10
 _BINS = 900
 _STEPS_IN_ZOOM = 5
 
@@ -96,10 +98,11 @@ def _strips(axes: Any, run: RunData, lanes: list[str], framed: Interval, theme: 
 
 def _shares(axes: Any, run: RunData, lanes: list[str], theme: Theme) -> None:
     place = {"textcoords": "offset points", "va": "center", "color": theme.faint, "fontsize": 9}
+    account = run.account or Account()
     for row, lane in enumerate(lanes):
-        share = seconds(intersection(busy(run.spans, lane), [run.loop])) / (run.loop[1] - run.loop[0])
+        share = account.of_time(account.lanes_s.get(lane, 0.0))
         anchor = {"xy": (1, row), "xycoords": ("axes fraction", "data"), "xytext": (6, 0)}
-        axes.annotate(f"{share:.0%} busy", annotation_clip=False, **anchor, **place)
+        axes.annotate(f"{percent(share)} busy", annotation_clip=False, **anchor, **place)
 
 
 def _bars(axes: Any, run: RunData, lanes: list[str], within: Interval, theme: Theme) -> None:
@@ -171,6 +174,8 @@ def _color(lane: str, name: str, theme: Theme) -> str:
     usual = {
         "engine": theme.blue,
         "learner": theme.orange,
+        "controller": theme.red,
+        "environment": theme.brown,
         "scoring": theme.green,
         "sync": theme.sky,
         "rollout": theme.slate,

@@ -66,9 +66,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     version: int = -1
     """The committed version; −1 before the first."""
     busy_s: float = 0.0
-    """Time spent in steps."""
+    """Time in which it worked: steps and, of an engine in a process of its own, what it reads and sends around them."""
     prefill_s: float = 0.0
-    """Of that, on prompts: a step's time is shared out by its tokens."""
+    """Of the steps, on prompts: a step's time is shared out by its tokens."""
     steps: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0

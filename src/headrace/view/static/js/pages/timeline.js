@@ -34,7 +34,7 @@ export async function open(root, { ask, to }) {
     lanes.draw(data, whole);
     put(about, `${duration(data.window[0])} to ${duration(data.window[1])} of ${duration(data.extent[1])} since the first rollout · ${plural(whole.spans, "span")} · drag to move, Ctrl + wheel or double click to zoom`);
     put(keys, legend(data.lanes));
-    put(under, table([["lane", true], ["busy in this window", false], ["busy in all", false], ["spans in this window", false], ["", true]],
+    put(under, table([["lane", true], ["busy in this window", false], ["busy in training", false], ["spans in this window", false], ["", true]],
       data.lanes.map((lane) => [lane.lane, percent(lane.busy), percent(lane.busy_overall), count(lane.parts.reduce((sum, part) => sum + part.count, 0)),
         lane.parts.map((part) => `${plain(part.name)} ${count(part.count)}`).join(", ")]), "lanes"));
   }
