@@ -19,6 +19,7 @@ from headrace.config import Section, leaves, load_toml, merge, parse_override, v
 from headrace.control import RunSection
 from headrace.engine.fleet import FleetConfig
 from headrace.env import DataConfig, EnvConfig
+from headrace.env.program import with_absolute_files
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
 from headrace.flow.filters import Length
@@ -313,10 +314,7 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
         return tree
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return tree
-    found = [
-        str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
-        for place, part in enumerate(parts)
-    ]
+    found = with_absolute_files(parts, directory)
     return merge(tree, {"env": {"command": found}}) if found else tree
 
 
