@@ -32,7 +32,7 @@ from headrace.models import ModelConfig
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
 from headrace.session.agent_fit import refuse_strange_agents
-from headrace.session.credit_fit import refuse_pivots, refuse_ungraded
+from headrace.session.credit_fit import refuse_deaf_losses, refuse_pivots, refuse_ungraded
 from headrace.session.engine_fit import refuse_incapable
 from headrace.sync import SyncConfig
 
@@ -139,6 +139,11 @@ class RunConfig(Section):
                     f"engine.max_new_tokens={self.engine.max_new_tokens}",
                     remedy=f"set max_tokens < {self.engine.max_new_tokens}, or leave it out: what was cut off is meant",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_heeds_rewards(self) -> Self:
+        refuse_deaf_losses(self.algo, self.learner)
         return self
 
     @model_validator(mode="after")
