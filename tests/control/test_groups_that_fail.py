@@ -18,7 +18,7 @@ from tests.control.lives import Plan, Seen, cause_of, with_eval
 
 def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
     class Broken(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             await asyncio.sleep(0.1)
             return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
 

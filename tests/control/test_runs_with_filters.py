@@ -47,7 +47,7 @@ class MoodyScorer(FakeScorer):
         self._seed = seed
         self._failures = failures
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         await asyncio.sleep(self._seconds)
         rate = np.clip(1.6 * drawn(self._seed, task.row_index) - 0.3, 0, 1)
         return Scores(rewards=tuple(self._one(task, text, float(rate)) for text in completions))
@@ -268,7 +268,7 @@ def test_rewards_that_never_pass_though_they_differ_are_described(tmp_path: Path
 
 def test_long_drought_that_ends_is_no_reason_to_stop(tmp_path: Path) -> None:
     class Late(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             scores = await super().score(task, completions)
             return scores if task.row_index % 10 == 9 else Scores(rewards=(1.0,) * len(completions))
 

@@ -206,7 +206,7 @@ def test_live_picture_can_be_taken_at_any_moment(tmp_path: Path) -> None:
     pictures: list[LiveState] = []
 
     class Painter(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             pictures.append(watcher.controller.live())
             return await super().score(task, completions)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import typer
 
@@ -36,6 +37,12 @@ def status(
         out.print(f"phase: {readable(seen['phase'])}; loops:")
         for line in seen["waits"]:
             out.print(readable(line))
+    for name, counts in seen["rewards"].items():
+        out.print(
+            f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
+            f"{readable(counts['first_cause'])}",
+            style="yellow",
+        )
     if seen["cause"]:
         out.print(f"cause: {readable(seen['cause'])}")
 
@@ -77,4 +84,5 @@ def look(run_dir: Path) -> dict[str, Any]:
         "version": last.version,
         "components": components,
         "waits": last.waits,
+        "rewards": {name: msgspec.to_builtins(counts) for name, counts in last.rewards.items()},
     }

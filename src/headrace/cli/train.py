@@ -39,7 +39,7 @@ def train(
         from headrace.session.explain import explain
         from headrace.session.prepare import Inputs, prepare
 
-        prepared = prepare(config, Inputs())
+        prepared = prepare(config, Inputs(look=True))
         with opened(replay or "", prepared, resume=resume):
             if as_json:
                 print_json(config.model_dump(mode="json"))

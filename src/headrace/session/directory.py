@@ -16,6 +16,7 @@ import msgspec
 from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
+from headrace.control.rewarding import RewardFailures
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import has_ledger
 from headrace.launch.order import Component
@@ -43,6 +44,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     components: list[Component]
     waits: list[str]
     """The loops of the controller, a line each."""
+    rewards: dict[str, RewardFailures] = {}
+    """The components of the reward that have failed in this life, by name."""
 
 
 def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:

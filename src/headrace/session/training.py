@@ -297,6 +297,7 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
         written_s=world.parts.clock.wall(),
         components=components,
         waits=controller.state.board.in_words().splitlines(),
+        rewards=dict(controller.state.tally.rewarding.failing()),
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 
