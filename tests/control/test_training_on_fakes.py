@@ -139,7 +139,7 @@ def test_failed_rewards_are_filled_up_to_whole_batches(tmp_path: Path) -> None:
     assert groups.submitted == 16 + groups.dropped["reward_none"]
     assert life.summary.ledger.episodes.dropped["reward_none"] > groups.dropped["reward_none"]
     assert life.summary.ledger.tokens.in_flight == 0
-    assert life.summary.warnings == ["episodes fail: reward_none (20 times)"]
+    assert life.summary.warnings == [f"episodes fail: {REWARD_NONE} (20 times)"]
 
 
 def test_summary_says_what_the_run_came_to(tmp_path: Path) -> None:

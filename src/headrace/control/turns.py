@@ -19,6 +19,9 @@ from headrace.types.messages.scorer import TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
+REWARD_NONE = "reward_none: the reward was None, which means that the answer does not count"
+"""Why an episode without a reward is not trained."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
@@ -100,7 +103,7 @@ class TurnScores:
                 episode.turns[place] = replace(turn, extra={**turn.extra, **scored.extra})
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
-            return replace(said, reward=None, failure=failed.failure or "reward_none", parts=failed.parts)
+            return replace(said, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts)
         if self._parts.segments is not None:
             places = [(held[id(one.ids_T)], one.start) for one in asked]
             _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
@@ -141,5 +144,5 @@ def settle(episode: Episode, graded: Graded) -> None:
         turn = episode.turns[sampled[-1]]
         episode.turns[sampled[-1]] = replace(turn, extra={**turn.extra, **graded.extra})
     episode.reward, episode.parts = graded.reward, dict(graded.parts)
-    episode.cause = graded.failure or ("reward_none" if graded.reward is None else "")
+    episode.cause = graded.failure or (REWARD_NONE if graded.reward is None else "")
     episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED

@@ -17,7 +17,7 @@ from headrace.control.pivots import PivotResampler
 from headrace.control.state import RunState, trainer_state
 from headrace.control.teaching import Teaching
 from headrace.control.together import Together
-from headrace.control.turns import TurnScores, settle
+from headrace.control.turns import REWARD_NONE, TurnScores, settle
 from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
@@ -246,9 +246,17 @@ class ScoringLoop:
 
     def _stop_if_all_fail(self) -> None:
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._state.flow_config.max_failed_groups:
+        if self._failed_in_a_row < self._state.flow_config.max_failed_groups:
+            return
+        if self._last_cause == REWARD_NONE:
             raise EnvError(
-                f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
-                f"{self._last_cause}",
-                remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+                f"none of the answers of {self._failed_in_a_row} groups in a row has a reward: the reward function "
+                "returned None for the last, and None means that an answer does not count",
+                remedy="look whether it returns what it has computed (headrace check env tries it on rows), or raise "
+                "flow.max_failed_groups if so many do not count, then --resume",
             )
+        raise EnvError(
+            f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
+            f"{self._last_cause}",
+            remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+        )
