@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
+from headrace.control.turns import REWARD_NONE
 from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.scoring import Scores
