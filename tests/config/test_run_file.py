@@ -92,7 +92,12 @@ def test_a_run_file_without_a_model_says_which_key_is_missing(tree: dict[str, ob
         (["flow.max_age=1", "flow.lead=2"], "flow.lead=2 is more than flow.max_age=1"),
         (["flow.capacity=8"], r"flow.capacity=8 is smaller than one batch \(flow.groups_per_step=16\)"),
         (["flow.min_episodes=9"], "flow.min_episodes=9 is more than flow.group_size=8"),
-        (["algo.loss='dpo'"], "algo.loss='dpo' with its corrections reads pairs"),
+        (["algo.loss='dpo'"], "algo.loss='dpo' learns from pairs of answers, one preferred to the other"),
+        (["algo.bundle='dpo'"], "algo.bundle='dpo' learns from pairs of answers"),
+        (["algo.loss='ce'"], "algo.loss='ce' would teach the model its own answers, right and wrong alike"),
+        (["algo.bundle='sft'"], "algo.bundle='sft' would teach the model its own answers"),
+        (["algo.loss='ref_kl'"], "algo.loss='ref_kl' is nothing but the distance from the reference"),
+        (["algo.loss='ref_kl'", "learner.reference={kind='ema'}"], "which is this model's own past"),
         (["algo.loss='distill'"], "algo.loss='distill' learns from a teacher, and there is none"),
         (["learner.teachers=[{kind='ema'}]"], r"learner.teachers \(kind 'ema'\) has no effect"),
         (
@@ -126,6 +131,7 @@ def test_settings_that_just_work_together_are_accepted() -> None:
     load_config(MODEL, ["algo.correction=none", "flow.max_age=0"])
     load_config(MODEL, ["algo.correction=none", "algo.allow_uncorrected=true"])
     load_config(MODEL, ["flow.max_age=2", "flow.lead=2"])
+    load_config(MODEL, ["algo.loss='ref_kl'", "learner.reference={kind='model', path='other'}"])
     load_config(MODEL, ["learner.memory.masters=false", "model.dtype=bfloat16"])
     load_config(MODEL, ["flow.capacity=16", "flow.min_episodes=8"])
 

@@ -115,7 +115,7 @@ def test_a_process_reward_that_fails_fails_its_attempt(tmp_path: Path) -> None:
 class Ranked(FakeScorer):
     """Wants all attempts at a task at once: each earns its place."""
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         return Scores(rewards=tuple(map(float, range(len(completions)))))
 
 

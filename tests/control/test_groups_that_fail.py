@@ -18,7 +18,7 @@ from tests.control.lives import Plan, Seen, cause_of, with_eval
 
 def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
     class Broken(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             await asyncio.sleep(0.1)
             return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
 
@@ -28,6 +28,16 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
     assert "5 groups in a row" in str(error)
     assert "my_reward.py:7: KeyError" in str(error)
     assert seen.controller.state.flow.state.dropped == {"reward_error": 5}
+
+
+def test_reward_that_is_none_for_every_answer_ends_the_run_with_what_none_means(tmp_path: Path) -> None:
+    plan = Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=lambda: FakeScorer(reward=lambda _: None))
+    seen = Seen()
+    error = cause_of(plan, seen=seen)
+    assert isinstance(error, EnvError)
+    assert "the reward function returned None for the last, and None means that an answer does not count" in str(error)
+    assert "whether it returns what it has computed" in error.remedy
+    assert seen.controller.state.flow.state.dropped == {"reward_none": 5}
 
 
 def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class MoodyScorer(FakeScorer):
         self._seed = seed
         self._failures = failures
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         await asyncio.sleep(self._seconds)
         rate = np.clip(1.6 * drawn(self._seed, task.row_index) - 0.3, 0, 1)
         return Scores(rewards=tuple(self._one(task, text, float(rate)) for text in completions))
@@ -109,6 +109,31 @@ def test_batch_has_exactly_its_size_and_the_books_balance(
     assert tokens.submitted == tokens.trained + sum(tokens.dropped.values()) + tokens.in_flight
     gone = life.seen.controller.state.tally.set_aside
     assert all(episodes.dropped[reason] >= count for reason, count in gone.items())
+
+
+@pytest.mark.parametrize("all_masked", ["keep", "replace"])
+def test_groups_of_which_every_answer_is_masked_are_kept_or_made_up_for(tmp_path: Path, all_masked: str) -> None:
+    plan = filtered(tmp_path, [{"kind": "length", "max_tokens": 8, "all_masked": all_masked}])
+    life = live(plan)
+    ledger, sizes = life.summary.ledger, [len(groups_of(batch)) for batch in life.learner.batches]
+    assert ledger.groups.trained == 15
+    assert ledger.groups.submitted == 15 + sum(ledger.groups.dropped.values()) + ledger.groups.in_flight
+    assert ledger.tokens.trained == sum(batch.num_loss_tokens for batch in life.learner.batches)
+    assert ledger.episodes.dropped["overlong"] > 0
+    if all_masked == "keep":
+        assert "overlong" not in ledger.groups.dropped
+        assert min(sizes) < 3, "a group of which everything is masked has no sample in its batch"
+    else:
+        assert ledger.groups.dropped["overlong"] > 0
+        assert sizes == [3] * 5
+
+
+def test_run_that_masks_everything_ends_and_says_so(tmp_path: Path) -> None:
+    filters = [{"kind": "length", "max_tokens": 1, "all_masked": "keep"}]
+    plan = filtered(tmp_path, filters, max_idle_batches=3)
+    with pytest.raises(NothingToLearn, match=r"not one answer: flow\.filters have masked all of them") as error:
+        raise cause_of(plan)
+    assert "engine.max_new_tokens" in error.value.remedy
 
 
 def test_dropped_group_is_counted_in_metrics_and_summary_and_the_sampled_reward_tells_of_it(tmp_path: Path) -> None:
@@ -243,7 +268,7 @@ def test_rewards_that_never_pass_though_they_differ_are_described(tmp_path: Path
 
 def test_long_drought_that_ends_is_no_reason_to_stop(tmp_path: Path) -> None:
     class Late(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             scores = await super().score(task, completions)
             return scores if task.row_index % 10 == 9 else Scores(rewards=(1.0,) * len(completions))
 

@@ -244,7 +244,7 @@ class BySegment:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
+    async def score_turn(self, task: Task, text: str, history: str, turn: int, *, context: object = None) -> Graded:
         self.asked.append((text, history))
         return Graded(reward=float(len(text)), parts={"steps": float(len(text))})
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
+from headrace.control.turns import REWARD_NONE
 from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.scoring import Scores
@@ -139,7 +140,7 @@ def test_failed_rewards_are_filled_up_to_whole_batches(tmp_path: Path) -> None:
     assert groups.submitted == 16 + groups.dropped["reward_none"]
     assert life.summary.ledger.episodes.dropped["reward_none"] > groups.dropped["reward_none"]
     assert life.summary.ledger.tokens.in_flight == 0
-    assert life.summary.warnings == ["episodes fail: reward_none (20 times)"]
+    assert life.summary.warnings == [f"episodes fail: {REWARD_NONE} (20 times)"]
 
 
 def test_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_live_picture_can_be_taken_at_any_moment(tmp_path: Path) -> None:
     pictures: list[LiveState] = []
 
     class Painter(FakeScorer):
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             pictures.append(watcher.controller.live())
             return await super().score(task, completions)
 

@@ -38,7 +38,7 @@ async def for_ever() -> None:
 
 
 class MuteScorer(FakeScorer):
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         await for_ever()
         return await super().score(task, completions)
 
@@ -182,7 +182,7 @@ def test_slow_parts_that_go_on_moving_are_no_stall(tmp_path: Path) -> None:
             super().__init__(seconds=8.0)
             self._worker = asyncio.Lock()
 
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             async with self._worker:
                 return await super().score(task, completions)
 
@@ -204,7 +204,7 @@ def test_some_batches_without_signal_are_no_reason_to_stop(tmp_path: Path) -> No
     class Moody(FakeScorer):
         """Equal rewards for 4 steps of 5."""
 
-        async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+        async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
             scores = await super().score(task, completions)
             return scores if (task.row_index // 2) % 5 == 4 else Scores(rewards=(1.0,) * len(completions))
 
@@ -304,7 +304,7 @@ class DyingSampler(FakeEngine):
 
 
 class DyingScorer(FakeScorer):
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         if task.row_index > 3:
             raise ComponentDied("the scorers ended with signal 9", remedy="look at logs/scorer.log")
         return await super().score(task, completions)

@@ -113,6 +113,19 @@ def test_group_with_too_few_left_is_dropped_for_the_reason_of_the_filter_that_to
     assert masks.dropped == "overlong", "nothing is left to train"
 
 
+def test_group_of_which_every_answer_is_masked_stays_where_the_filter_keeps_it() -> None:
+    whole = group(1.0, 0.0, turns={0: cut(), 1: cut()})
+    kept = apply_filters(whole, [Length(all_masked="keep")], min_episodes=2, context=CONTEXT)
+    assert kept.dropped == ""
+    assert [episode.status for episode in kept.group.episodes] == [EpisodeStatus.MASKED] * 2
+    assert rewards_of(kept.group.counted) == [1.0, 0.0]
+    equal = group(1.0, 1.0, turns={0: cut(), 1: cut()})
+    both = [Length(all_masked="keep"), ZeroVariance()]
+    assert apply_filters(equal, both, min_episodes=2, context=CONTEXT).dropped == "zero_variance"
+    with pytest.raises(ConfigError, match="all_masked='keep' and action='leave_out': nothing is masked"):
+        validate(FlowConfig, {"filters": [{"kind": "length", "action": "leave_out", "all_masked": "keep"}]})
+
+
 def test_filters_see_what_the_one_before_left() -> None:
     whole = group(1.0, 1.0, 0.0, turns={2: cut()})
     first, second = Length(action="leave_out"), ZeroVariance()

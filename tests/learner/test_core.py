@@ -237,6 +237,17 @@ def test_temperature_zero_is_refused(setup):
         replace(setup, temperature=0.0).learner()
 
 
+def test_batch_without_any_sample_is_a_step_that_changes_no_weight(setup):
+    learner = setup.learner()
+    learner.train(random_batch())
+    before = weights(learner)
+    report = learner.train(Batch.collate(1, []))
+    assert (report.step, report.trained_tokens, report.metrics["grad_norm"]) == (1, 0, 0.0)
+    assert learner.version == 2
+    assert_same_bits(weights(learner), before)
+    assert learner.train(random_batch(2)).trained_tokens > 0
+
+
 def spoil(batch: Batch, how: str) -> Batch:
     ids, mask, logprobs = batch.ids_N.copy(), batch.mask_N.copy(), batch.logprobs_N.copy()
     match how:

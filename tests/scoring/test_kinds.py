@@ -182,7 +182,7 @@ def test_a_judge_that_says_nothing_useful_is_a_failure(reply: tuple[int, str], w
 
 def test_a_judge_that_is_not_there_or_silent_is_a_failure() -> None:
     assert graded(JudgeReward(base_url="http://127.0.0.1:9/v1", model="m"), "c").failure.startswith(
-        "reward_error: Conn"
+        "reward_error: the judge at http://127.0.0.1:9 cannot be reached: ConnectError"
     )
     quiet = JudgeReward(base_url="http://127.0.0.1:9/v1", model="m", timeout_s=0.2)
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # accepts, and never answers

@@ -51,7 +51,7 @@ class ByNumber:
     def __post_init__(self) -> None:
         self.asked: list[tuple[int, int, float]] = []
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
+    async def score_turn(self, task: Task, text: str, history: str, turn: int, *, context: object = None) -> Graded:
         self.asked.append((turn, len(history), asyncio.get_running_loop().time()))
         await asyncio.sleep(self.seconds)
         if self.fails(turn):

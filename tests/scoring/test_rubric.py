@@ -31,13 +31,13 @@ class Says:
     by_group: bool = False
     asked: list[tuple[str, ...]] = field(default_factory=list)
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
         self.asked.append(completions)
         await asyncio.sleep(self.seconds)
         return answer if isinstance(answer, Scores) else answer(completions)
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Scores:
+    async def score_turn(self, task: Task, text: str, history: str, turn: int, *, context: object = None) -> Scores:
         return await self.score(task, (text,))
 
 
@@ -73,19 +73,22 @@ def test_a_reward_is_the_weighted_sum_of_its_clamped_components(drawn: Sequence[
 def test_components_are_asked_at_the_same_time_and_have_a_lane_each() -> None:
     spans: list[Span] = []
     made = rubric((section("slow"), says(1.0, seconds=5)), (section("fast"), says(1.0, seconds=1)), spans=spans)
-    assert scored(made) == Scores(rewards=(2.0,), graded=(Graded(reward=2.0, parts={"slow": 1.0, "fast": 1.0}),))
+    calls = {"slow": ("",), "fast": ("",)}
+    graded = Graded(reward=2.0, parts={"slow": 1.0, "fast": 1.0}, calls=calls)
+    assert scored(made) == Scores(rewards=(2.0,), graded=(graded,))
     assert [(span.lane, span.end_s) for span in spans] == [("reward fast", 1.0), ("reward slow", 5.0)]
 
 
 def test_a_component_alone_is_the_reward_and_its_failure_needs_no_name() -> None:
-    assert scored(rubric((section("one"), says(0.5)))).of(0) == Graded(reward=0.5)
+    assert scored(rubric((section("one"), says(0.5)))).of(0) == Graded(reward=0.5, calls={"one": ("",)})
     assert scored(rubric((section("one"), says(LOST)))).of(0).failure == LOST.failure
 
 
 def test_a_component_that_fails_fails_its_completion_by_name_and_no_other() -> None:
     half = Says(answers=[lambda texts: LOST if texts == ("bad",) else Scores(rewards=(1.0,))])
     graded = scored(rubric((section("half"), half), (section("whole"), says(1.0))), "good", "bad").graded
-    assert graded[0] == Graded(reward=2.0, parts={"half": 1.0, "whole": 1.0})
+    assert graded[0] == Graded(reward=2.0, parts={"half": 1.0, "whole": 1.0}, calls={"half": ("",), "whole": ("",)})
+    assert graded[1].calls == {"half": (LOST.failure,), "whole": ("",)}
     assert graded[1].reward is None
     assert graded[1].failure == "reward_timeout: half: no reward for 1 s"
 
@@ -93,8 +96,23 @@ def test_a_component_that_fails_fails_its_completion_by_name_and_no_other() -> N
 def test_an_optional_component_that_fails_counts_as_its_default_and_is_told() -> None:
     made = rubric((section("judge", weight=2, optional=True, default=0.25), says(LOST)), (section("rule"), says(1.0)))
     scores = scored(made)
-    assert scores.graded == (Graded(reward=1.5, parts={"judge": 0.25, "rule": 1.0}),)
-    assert scores.notes == ("the reward 'judge' failed and counts as 0.25: reward_timeout",)
+    calls = {"judge": (LOST.failure,), "rule": ("",)}
+    assert scores.graded == (Graded(reward=1.5, parts={"judge": 0.25, "rule": 1.0}, calls=calls),)
+
+
+def test_an_optional_component_that_does_not_apply_counts_as_its_default_and_has_not_failed() -> None:
+    made = rubric((section("judge", optional=True, default=0.0), says(None)), (section("rule"), says(1.0)))
+    graded = scored(made).of(0)
+    assert (graded.reward, graded.calls["judge"]) == (1.0, ("",))
+
+
+def test_what_components_log_is_kept_apart_for_each_completion() -> None:
+    logs = Scores(rewards=(1.0, 0.0), metrics={"length": (3.0,)}, extra=({"gold": "a"}, {"gold": "b"}))
+    single = Scores(rewards=(1.0,), metrics={"length": (5.0,)}, extra=({"gold": "z"},))
+    made = rubric((section("g"), says(logs, by_group=True)), (section("s"), says(single)))
+    first, second = scored(made, "x", "y").graded
+    assert (first.extra, second.extra) == ({"gold": "a", "s.gold": "z"}, {"gold": "b", "s.gold": "z"})
+    assert (first.metrics, second.metrics) == ({"length": (3.0, 5.0)}, {"length": (5.0,)})
 
 
 def test_a_word_not_to_count_it_is_no_failure() -> None:

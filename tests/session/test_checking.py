@@ -267,6 +267,24 @@ def test_a_program_is_checked_by_its_command(tmp_path: Path) -> None:
     assert {each.clause for each in report.findings if each.level is not Level.OK} == set()
 
 
+@SLOW
+@pytest.mark.parametrize("path", ["agent.py", "./agent.py", "sub/../agent.py"])
+def test_a_program_is_found_by_its_path_from_where_the_check_is_started(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "agent.py").write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.chdir(tmp_path)
+    report = check_env(shlex.join([sys.executable, path]), rows=ROWS[:1])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(("command", "words"), [("", "is empty"), ("python 'agent.py", "cannot be split")])
+def test_a_command_that_is_none_is_refused_in_words(command: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_env(command)
+
+
 def test_the_program_tells_findings_as_json_and_by_its_exit_status(file: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     arguments = ["--data", str(tmp_path / "rows.jsonl"), "--rows", "1"]

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace import checkpoint
 from headrace.clock import VirtualClock, run_virtual
 from headrace.config import merge
+from headrace.control.saving import CHECKPOINTS
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import SQLITE_FILE
 from headrace.session.directory import (
@@ -35,6 +37,17 @@ def test_a_run_is_resumed_only_when_asked_and_only_where_there_is_one(tmp_path: 
     (tmp_path / SQLITE_FILE).touch()
     with pytest.raises(ConfigError, match=r"holds a run already(.|\n)*--resume"), locked(tmp_path, resume=False):
         pass
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_checkpoints_without_their_ledger_are_told_in_one_way_whatever_is_asked(tmp_path: Path, resume: bool) -> None:
+    unfinished = checkpoint.begin(tmp_path / CHECKPOINTS, 3)
+    (unfinished / "weights").touch()
+    checkpoint.commit(unfinished, checkpoint.SnapshotState(step=3, version=3, config_fingerprint="", controller={}))
+    words = r"newest of step 3, and no ledger \(ledger\.sqlite is missing(.|\n)*model\.path = '.*step-000003'"
+    with pytest.raises(ConfigError, match=words) as error, locked(tmp_path, resume=resume):
+        pass
+    assert "--resume" not in error.value.remedy
 
 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

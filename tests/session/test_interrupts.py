@@ -59,7 +59,7 @@ def test_interrupt_that_nobody_handles_cancels_what_runs_in_a_notebook() -> None
 
 def test_evaluation_that_hangs_ends_in_words(tmp_path: Path) -> None:
     class Mute(FakeScorer):
-        async def score(self, task: object, completions: tuple[str, ...]) -> object:
+        async def score(self, task: object, completions: tuple[str, ...], context: object = None) -> object:
             await asyncio.Event().wait()
 
     async def main() -> None:

@@ -116,7 +116,10 @@ def _prose(function: Callable[..., Any]) -> str:
 
 
 def _bundles() -> Iterator[str]:
-    yield "## Bundles\n\n`algo.bundle = ...`; keys that are set beside it replace the bundle's.\n"
+    yield (
+        "## Bundles\n\n`algo.bundle = ...`; keys that are set beside it replace the bundle's. A run refuses `sft` and\n"
+        "`dpo`, which need demonstrations and pairs: it has only what the model has sampled.\n"
+    )
     yield "| bundle | settings |\n|---|---|"
     for name, tree in BUNDLES.items():
         yield f"| `{name}` | {'; '.join(f'{part}: {_settings(value)}' for part, value in tree.items())} |"

@@ -18,6 +18,9 @@ def show_summary(summary: Summary) -> None:
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:
         out.print(readable(summary.verdict))
+    for name, counts in summary.reward_failures.items():
+        share = f"{counts.failed:,} of {counts.calls:,} calls failed"
+        out.print(f"reward {readable(name)}: {share}; the first: {readable(counts.first_cause)}", style="yellow")
     for warning in summary.warnings:
         out.print(f"warning: {readable(warning)}", style="yellow")
     report = Path(summary.run_dir) / "report" / "report.html"

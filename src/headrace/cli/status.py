@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import psutil
 import typer
 
 from headrace.cli.output import console, print_json, readable, starting, table
@@ -41,13 +43,18 @@ def status(
         out.print(f"warning: {readable(words)}", style="yellow")
     if seen["verdict"]:
         out.print(readable(seen["verdict"]))
+    for name, counts in seen["rewards"].items():
+        out.print(
+            f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
+            f"{readable(counts['first_cause'])}",
+            style="yellow",
+        )
     if seen["cause"]:
         out.print(f"cause: {readable(seen['cause'])}")
 
 
 def look(run_dir: Path) -> dict[str, Any]:
     """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
-    import psutil
 
     from headrace.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE
@@ -87,6 +94,7 @@ def look(run_dir: Path) -> dict[str, Any]:
         "waits": last.waits,
         "warnings": last.warnings,
         "verdict": _verdict(run_dir, summary),
+        "rewards": {name: msgspec.to_builtins(counts) for name, counts in last.rewards.items()},
     }
 
 

@@ -46,7 +46,7 @@ def train(
     if dry_run:
         from headrace.session.prepare import Inputs, prepare
 
-        prepared = prepare(config, Inputs(), weights=False)
+        prepared = prepare(config, Inputs(look=True), weights=False)
         with opened(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return

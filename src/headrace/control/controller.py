@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from headrace.control.attempts import Attempts
@@ -34,7 +35,7 @@ from headrace.control.probe import measure_mismatch, refuse_unexplained
 from headrace.control.recording import live_state
 from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
-from headrace.control.state import MAX_WARNINGS, RunState
+from headrace.control.state import MAX_WARNINGS, RunState, trainer_state
 from headrace.control.summary import Summary
 from headrace.control.summing import summarize
 from headrace.flow import Flow
@@ -85,7 +86,11 @@ class Controller:
         self._rollout = RolloutLoop(self.state, finished, self._scoring.turn_ended, self._scoring.turn_grew)
         self._learning = LearningLoop(self.state, self._sync, self._saver, taught=settings.taught)
         self._evaluator = Evaluator(
-            parts, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed
+            parts,
+            samples=run.eval_samples,
+            temperature=run.eval_temperature,
+            run_seed=run.seed,
+            trainer=partial(trainer_state, self.state),
         )
         self._eval_after: float | None = None
 

@@ -9,19 +9,23 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
+import numpy as np
 
 from headrace.control.estimates import mean_of
 from headrace.control.parts import Serving
+from headrace.control.rewarding import RewardBook
 from headrace.control.turns import TurnScores, settle
 from headrace.errors import EnvError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
 from headrace.rollout.runner import remedy_of
-from headrace.scoring import Graded
+from headrace.scoring import Graded, ScoringContext
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.messages.scorer import TrainerState
+from headrace.types.tokens import IntColumn
 
 MAX_AT_ONCE = 512
 """Attempts in flight: enough to keep any one engine full."""
@@ -51,12 +55,23 @@ class _Trial:
     turns: TurnScores | None
     """Process rewards; ``None`` where there are none."""
     gate: asyncio.Semaphore
+    book: RewardBook = field(default_factory=RewardBook)
+    """How often each component of the reward failed."""
 
 
 class Evaluator:
     """Attempts the held-out tasks."""
 
-    def __init__(self, parts: Serving, *, samples: int, temperature: float | None, run_seed: int) -> None:
+    def __init__(
+        self,
+        parts: Serving,
+        *,
+        samples: int,
+        temperature: float | None,
+        run_seed: int,
+        trainer: Callable[[int], TrainerState] = lambda version: TrainerState(global_step=version),
+    ) -> None:
+        """``trainer`` says to rewards where the run is, at a version of the weights."""
         sampling = msgspec.structs.replace(
             parts.sampling, record_kept=False, record_routing=False, record_entropy=False
         )  # fmt: skip
@@ -66,6 +81,7 @@ class Evaluator:
         self._samples = samples
         self._sampling = sampling
         self._run_seed = run_seed
+        self._trainer = trainer
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
         """The mean reward over all attempts; ``None`` where there are no held-out tasks. See :meth:`rewards`."""
@@ -82,13 +98,17 @@ class Evaluator:
             turns = None
             if parts.turn_scorer is not None:
                 whole = parts if parts.segments is None else replace(parts, segments=lambda _: ())
-                turns = TurnScores(whole, parts.turn_scorer, group, nullcontext)  # no entropies are there to cut by
+                turns = TurnScores(
+                    whole, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._now()
+                )  # no entropies are there to cut by
             gate = asyncio.Semaphore(MAX_AT_ONCE)
             trial = _Trial(told=told, runner=self._runner(told, turns), turns=turns, gate=gate)
             rows = [group.create_task(self._row(trial, row)) for row in range(len(parts.eval_tasks))]
         episodes = [row.result() for row in rows]
         failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
         self._tell_of(failures, len(rows) * self._samples, told.warn)
+        for label, counts in trial.book.failing().items():
+            told.warn(f"held-out attempts: the reward {label!r}, which counts as its default then, {counts}")
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
     def _tell_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
@@ -149,15 +169,20 @@ class Evaluator:
 
     async def _score(self, trial: _Trial, episodes: Sequence[Episode]) -> None:
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
-        scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts)
-        for note in scores.notes:
-            trial.told.warn(note)
+        ids = tuple(completion_ids(episode) for episode in episodes)
+        context = ScoringContext(completion_ids=ids, trainer=self._now())
+        scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
         for place, episode in enumerate(episodes):
             await self._grade(trial, episode, scores.of(place))
+
+    def _now(self) -> TrainerState:
+        return self._trainer(max(0, self._parts.engine.stats().version))
 
     async def _grade(self, trial: _Trial, episode: Episode, graded: Graded) -> None:
         if trial.turns is not None:
             graded = await trial.turns.add(episode, graded)
+        if graded.reward is not None:  # a failure that costs the attempt is told as such
+            trial.book.add(graded, lambda words, kind: None)  # told at the end, once
         settle(episode, graded)
         await self._keep(trial, episode)
 
@@ -168,11 +193,15 @@ class Evaluator:
         episode.turns.clear()  # thousands of attempts need not be held until the end
 
 
+def completion_ids(episode: Episode) -> IntColumn:
+    """The tokens of the last turn that the policy wrote, as they were sampled, a stop token included."""
+    turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
+    return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
+
+
 def completion_text(parts: Serving, episode: Episode) -> str:
     """What the policy wrote in the last of its turns, as text; the stop token is not part of it."""
-    turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT]
-    sampled = [turn.tokens.ids_T.tolist() for turn in turns if turn.stop_reason is not None]
-    ids = sampled[-1] if sampled else []
+    ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
     return parts.decode(ids)

@@ -107,6 +107,7 @@ def commonest_cause(episodes: Sequence[Episode]) -> str:
 
 def have_signal(groups: Sequence[ScoredGroup]) -> bool:
     """Whether rewards that are compared differ within a group, or between groups of one: otherwise there is nothing to
-    prefer."""
+    prefer. A group of which every episode is masked trains nothing, whatever its rewards."""
+    groups = [group for group in groups if group.scored]
     alone = {reward for group in groups if len(group.counted) == 1 for reward in rewards_of(group.counted)}
     return len(alone) > 1 or any(len(set(rewards)) > 1 for group in groups for rewards in compared(group.counted))

@@ -71,6 +71,7 @@ def step_record(state: RunState, done: StepDone) -> StepRecord:
             **age_metrics(done.ages),
             **_tuned_and_grown(state),
             **part_means(seen),
+            **tally.rewarding.metrics(),
             **of_episodes,
             **group_metrics(seen),
             **part_metrics(state, len(seen.episodes)),

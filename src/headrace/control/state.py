@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,11 @@ from headrace.control.board import Board
 from headrace.control.config import RunSection
 from headrace.control.observer import Observers
 from headrace.control.parts import Parts
+from headrace.control.rewarding import RewardBook
 from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
 from headrace.types.messages.controller import EngineStats
+from headrace.types.messages.scorer import TrainerState
 from headrace.types.observation import Event, Recovery
 from headrace.types.trace import Span
 
@@ -108,10 +111,25 @@ class Tally:
     """Optimizer steps that the learner's weights have behind them, earlier lives of the run included."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
     """(time, tokens generated, tokens trained) so far, for the live throughputs."""
+    rewarding: RewardBook = field(default_factory=RewardBook)
+    """What the components of the reward said beside rewards."""
     last_sample: str = ""
     """The completion that was scored last."""
     last_sample_reward: float | None = None
     """What it earned; ``None`` where it got no reward."""
+
+
+def trainer_state(state: RunState, version: int) -> TrainerState:
+    """Where the run is, for rewards that ask, at a version of its weights."""
+    epochs_a_step = state.flow_config.groups_per_step / max(1, len(state.parts.tasks))
+    return TrainerState(
+        global_step=version,
+        max_steps=state.run.steps,
+        epoch=version * epochs_a_step,
+        num_train_epochs=math.ceil(state.run.steps * epochs_a_step),
+        save_steps=state.run.checkpoint_every,
+        eval_steps=state.run.eval_every,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

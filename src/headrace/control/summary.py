@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.control.rewarding import RewardFailures
 from headrace.types.observation import Account
 
 
@@ -80,6 +81,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerSummary
     versions: list[int]
     """The versions committed in this life: first and last."""
+    reward_failures: dict[str, RewardFailures] = {}
+    """The components of the reward that have failed in this life, by name: how often, of how many calls, and why
+    first."""
     warnings: list[str]
     recoveries: list[str] = []
     """Parts that died and were started again in this life, in words."""

@@ -50,6 +50,7 @@ def summarize(
         mismatch_abs=tally.mismatch_abs,
         ledger=ledger_summary(books),
         versions=[tally.versions[0], tally.versions[-1]] if tally.versions else [],
+        reward_failures=dict(tally.rewarding.failing()),
         warnings=state.warnings,
         recoveries=[str(recovery) for recovery in tally.recoveries],
         verdict="",

@@ -13,10 +13,14 @@ import numpy as np
 from headrace.clock import off_loop
 from headrace.control.parts import Serving
 from headrace.rollout.branches import split
-from headrace.scoring import Graded, TurnScorer
+from headrace.scoring import Graded, ScoringContext, TurnScorer
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.messages.scorer import TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
+
+REWARD_NONE = "reward_none: the reward was None, which means that the answer does not count"
+"""Why an episode without a reward is not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,15 @@ class TurnScores:
         scorer: TurnScorer,
         tasks: asyncio.TaskGroup,
         asking: Callable[[], AbstractContextManager[None]],
+        *,
+        trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
-        """``asking`` is entered while a score is waited for."""
+        """``asking`` is entered while a score is waited for. ``trainer`` says where the run is, for an episode."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks
         self._asking = asking
+        self._trainer = trainer
         self._asked: dict[EpisodeKey, list[_Asked]] = {}
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
@@ -60,7 +67,7 @@ class TurnScores:
         bounds = [0, *cuts, len(ids_T)]
         for start, end in itertools.pairwise(bounds):
             history_T = np.concatenate([prompt_ids_T, ids_T[:start]])
-            scoring = self._tasks.create_task(self._score(task, history_T, ids_T[start:end], len(asked)))
+            scoring = self._tasks.create_task(self._score(key, task, history_T, ids_T[start:end], number=len(asked)))
             asked.append(_Asked(ids_T=ids_T, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
@@ -71,11 +78,13 @@ class TurnScores:
     async def add(self, episode: Episode, graded: Graded) -> Graded:
         """What a whole episode earned, and what its turns did."""
         turns = await self._join(episode)
-        both = {**graded.parts, **turns.parts}
-        parts = {label: both[label] for label in self._scorer.labels if label in both}
+        both = turns.beside(graded)
+        parts = {label: both.parts[label] for label in self._scorer.labels if label in both.parts}
+        both = replace(both, parts=parts, extra=graded.extra)
         if graded.reward is None or turns.reward is None:
-            return replace(graded if graded.reward is None else turns, parts=parts)
-        return Graded(reward=graded.reward + turns.reward, parts=parts)
+            failed = graded if graded.reward is None else turns
+            return replace(both, reward=None, failure=failed.failure)
+        return replace(both, reward=graded.reward + turns.reward)
 
     async def _join(self, episode: Episode) -> Graded:
         """Add to the turns of an episode what they earned, and say what became of its components.
@@ -85,28 +94,38 @@ class TurnScores:
         held = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}
         asked = [one for one in self._asked.pop(episode.key, ()) if id(one.ids_T) in held]
         graded = [await one.scoring for one in asked]
+        said = Graded(reward=0.0)
+        for one, scored in zip(asked, graded, strict=True):
+            said = Graded(reward=0.0, calls=scored.calls, metrics=scored.metrics).beside(said)
+            place = held[id(one.ids_T)]
+            if scored.extra:
+                turn = episode.turns[place]
+                episode.turns[place] = replace(turn, extra={**turn.extra, **scored.extra})
         failed = next((one for one in graded if one.reward is None), None)
         if failed is not None:
-            return replace(failed, failure=failed.failure or "reward_none")
+            return replace(said, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts)
         if self._parts.segments is not None:
             places = [(held[id(one.ids_T)], one.start) for one in asked]
             _cut(episode.turns, [(*place, one.reward or 0.0) for place, one in zip(places, graded, strict=True)])
-            return Graded(reward=0.0, parts=self._scorer.parts_of_turns(graded))
+            return replace(said, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
         for one, share in zip(asked, shares, strict=True):
             place = held[id(one.ids_T)]
             turn = episode.turns[place]
             episode.turns[place] = replace(turn, reward=(turn.reward or 0.0) + share)
-        return Graded(reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
+        return replace(said, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
 
-    async def _score(self, task: Task, history_T: IntColumn, ids_T: IntColumn, number: int) -> Graded:
+    async def _score(
+        self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
+    ) -> Graded:
         parts = self._parts
+        context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
         ids = ids_T.tolist()
         if ids and ids[-1] in parts.sampling.stop_ids:
             ids = ids[:-1]
         history, text = await off_loop(lambda: (parts.decode(history_T.tolist()), parts.decode(ids)))
         with self._asking():
-            return await self._scorer.score_turn(task, text, history, number)
+            return await self._scorer.score_turn(task, text, history, number, context=context)
 
 
 def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
@@ -119,7 +138,11 @@ def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
 
 
 def settle(episode: Episode, graded: Graded) -> None:
-    """It is scored, or has failed."""
+    """It is scored, or has failed. What rewards logged of it stands with the last turn that was sampled."""
+    sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
+    if graded.extra and sampled:
+        turn = episode.turns[sampled[-1]]
+        episode.turns[sampled[-1]] = replace(turn, extra={**turn.extra, **graded.extra})
     episode.reward, episode.parts = graded.reward, dict(graded.parts)
-    episode.cause = graded.failure or ("reward_none" if graded.reward is None else "")
+    episode.cause = graded.failure or (REWARD_NONE if graded.reward is None else "")
     episode.status = EpisodeStatus.FAILED if episode.cause else EpisodeStatus.SCORED

@@ -150,6 +150,15 @@ def find_program(command: Sequence[str]) -> str:
     return found
 
 
+def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:
+    """Return ``command`` with the full path of every file of ``directory`` that it names. A program runs in a directory
+    of its own, where relative paths lead nowhere. A first word without a slash is looked up on the PATH instead."""
+    return [
+        str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
+        for place, part in enumerate(command)
+    ]
+
+
 def _end_with(lifeline: int, group: int) -> None:
     """Kill process group ``group`` when the other end of the pipe ``lifeline``, which it has inherited, is closed."""
     if sys.platform == "linux":

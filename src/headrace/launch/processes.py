@@ -33,6 +33,7 @@ from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerS
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.scoring import AnyReward
+from headrace.scoring.fit import columns_for
 from headrace.sync.config import Route
 from headrace.types.messages import engine, environment, learner, scorer
 from headrace.types.trace import in_lane
@@ -53,6 +54,8 @@ class Processes:
     children: list[Child] = field(default_factory=list)
     num_scorers: int = 0
     """Started so far, those that were replaced included."""
+    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The columns of the rows that each component of the reward can rely on, by its label."""
     num_environments: int = 0
     """Environment workers, counted in the same way."""
 
@@ -164,7 +167,9 @@ class Processes:
     async def start_scorer(self, reward: AnyReward) -> Child:
         env = self.order.env
         keep = Keep(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
-        start = ScorerStart(reward=reward.model_dump(mode="json"), keep=keep)
+        if reward.label not in self.columns:
+            self.columns[reward.label] = tuple(sorted(columns_for(reward, [*self.order.tasks, *self.order.eval_tasks])))
+        start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=keep)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self._forget_replaced()

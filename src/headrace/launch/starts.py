@@ -116,6 +116,8 @@ class ScorerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     reward: dict[str, Any]
     """The component that it grades: its section."""
+    columns: tuple[str, ...] | None = None
+    """The columns of the rows that it can rely on; ``None``: nothing is known of them."""
     keep: Keep | None = None
     """What it may use; ``None``: whatever there is."""
 

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -142,11 +143,14 @@ class LearnerCore:
         return any(companion.lends for companion in self._companions)
 
     def train(self, batch: Batch) -> StepReport:
-        """One whole optimizer step. ``batch.step`` must be :attr:`version`.
+        """One whole optimizer step. ``batch.step`` must be :attr:`version`. A batch without any sample, all of whose
+        episodes a filter has masked, counts as a step and changes no weight.
 
         Raises :class:`~headrace.errors.RunError` before anything has changed for a batch that cannot be trained, and
         for a gradient that is not finite.
         """
+        if not len(batch.lengths_S):
+            return self._pass_over(batch)
         gradient = self.forward_backward(batch)
         update = self.optim_step()
         seconds = {"forward_backward_s": gradient.seconds, "optim_s": update.seconds}
@@ -158,6 +162,24 @@ class LearnerCore:
             log_pi_N=gradient.log_pi_N,
             taught_N=gradient.taught_N,
             seconds=gradient.seconds + update.seconds,
+        )
+
+    def _pass_over(self, batch: Batch) -> StepReport:
+        """Count a step that has nothing to train."""
+        start_s = self._context.clock.now()
+        self._refuse(batch)
+        for companion in self._companions:
+            companion.before_update()
+            companion.after_update(self._step + 1)
+        lr = learning_rate(self._config, self._step, self._context.total_steps)
+        self._step += 1
+        return StepReport(
+            step=batch.step,
+            metrics={"grad_norm": 0.0, "lr": lr},
+            trained_tokens=0,
+            dropped_tokens={},
+            log_pi_N=np.zeros(0, np.float32),
+            seconds=self._ended("optim_step", start_s),
         )
 
     def forward_backward(self, batch: Batch) -> Gradient:

@@ -7,7 +7,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace.scoring.base import Graded, Grader, RewardSection, Scorer, Scores, TurnScorer
+from headrace.scoring.base import (
+    NO_CONTEXT,
+    Graded,
+    Grader,
+    RewardSection,
+    Scorer,
+    Scores,
+    ScoringContext,
+    TurnScorer,
+)
 from headrace.scoring.code import CodeReward
 from headrace.scoring.exact import ExactReward
 from headrace.scoring.function import FunctionReward
@@ -19,6 +28,7 @@ AnyReward = FunctionReward | ExactReward | MathReward | CodeReward | JudgeReward
 RewardConfig = Annotated[AnyReward, Field(discriminator="kind")]
 
 __all__ = [
+    "NO_CONTEXT",
     "AnyReward",
     "CodeReward",
     "ExactReward",
@@ -32,6 +42,7 @@ __all__ = [
     "RewardSection",
     "Scorer",
     "Scores",
+    "ScoringContext",
     "TurnScorer",
     "load_reward",
 ]

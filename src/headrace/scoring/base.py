@@ -6,18 +6,21 @@ completion ─▶ grade ─▶ clamp ─▶ × weight ─▶ Σ ─▶ reward of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import pydantic
 from pydantic import Field
 
 from headrace.config import Section
 from headrace.errors import ConfigError
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import Score, TrainerState
 from headrace.types.task import Task
+from headrace.types.tokens import IntColumn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,45 @@ class Graded:
     """``reason: words``; empty where there is none."""
     parts: dict[str, float] = field(default_factory=dict)
     """The components of the reward by name: clamped, not weighted."""
+    calls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The components by name: of each call that was made the failure, empty where it did not fail. Also of components
+    that count as their default."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The columns that reward functions added with ``log_extra``."""
+    metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What reward functions gave to ``log_metric``; of a group that is scored at once, with its first completion."""
+
+    def beside(self, other: Graded) -> Graded:
+        """Return this one, with what ``other`` says of components, calls, columns and metrics before its own."""
+        return replace(
+            self,
+            parts={**other.parts, **self.parts},
+            calls=_joined(other.calls, self.calls),
+            extra={**other.extra, **self.extra},
+            metrics=_joined(other.metrics, self.metrics),
+        )
+
+
+def _joined(one: Mapping[str, tuple[T, ...]], other: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
+    return {name: (*one.get(name, ()), *other.get(name, ())) for name in {**one, **other}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringContext:
+    """What scorers are told beside the task and the text of the completions."""
+
+    completion_ids: tuple[IntColumn, ...] = ()
+    """The tokens of each completion as they were sampled, a stop token included."""
+    trainer: TrainerState = field(default_factory=TrainerState)
+    """Where the run is."""
+
+    def at(self, place: int) -> ScoringContext:
+        """The context of one of the completions."""
+        return replace(self, completion_ids=self.completion_ids[place : place + 1])
+
+
+NO_CONTEXT = ScoringContext()
+"""Nothing is known beside task and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +85,24 @@ class Scores:
     ``reward_crashed``."""
     graded: tuple[Graded, ...] = ()
     """One per completion, where the reward has several components: some may fail, and others not."""
-    notes: tuple[str, ...] = ()
-    """What people should know of it, though it is no failure."""
+    metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What the function gave to ``log_metric``, by name."""
+    extra: tuple[dict[str, Any], ...] = ()
+    """What it gave to ``log_extra``: for each completion its columns; empty where it gave nothing."""
 
     def of(self, place: int) -> Graded:
         """What became of one completion."""
         if self.graded:
             return self.graded[place]
+        extra = self.extra[place] if self.extra else {}
+        metrics = self.metrics if place == 0 else {}
         if self.failure:
-            return Graded(reward=None, failure=self.failure)
-        return Graded(reward=self.rewards[place])
+            return Graded(reward=None, failure=self.failure, extra=extra, metrics=metrics)
+        return Graded(reward=self.rewards[place], extra=extra, metrics=metrics)
+
+
+Wanted = Literal["completion_ids", "trainer"]
+"""Fields of :class:`ScoringContext`, which travel only to scorers that want them."""
 
 
 class Scorer(Protocol):
@@ -63,7 +113,7 @@ class Scorer(Protocol):
         """Whether it wants all completions of a group at once."""
         ...
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         """Score completions of ``task``: one, or a whole group where :attr:`by_group`."""
         ...
 
@@ -71,7 +121,9 @@ class Scorer(Protocol):
 class TurnScorer(Protocol):
     """Scores the turns of an episode while it goes on; never raises for what a reward did."""
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
+    async def score_turn(
+        self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
+    ) -> Graded:
         """The process rewards of one turn, from its text and all that the model had read."""
         ...
 
@@ -94,6 +146,11 @@ class Grader(Protocol):
 
     by_group: bool
     """Whether it wants all completions of a group at once."""
+
+    @property
+    def wants(self) -> frozenset[Wanted]:
+        """What it wants to be told beside task and text."""
+        ...
 
     async def score(self, request: Score, on_start: Callable[[], None]) -> Scores:
         """Score what is asked; whatever goes wrong becomes a failure. Calls ``on_start``, from any thread, when the
@@ -155,6 +212,11 @@ class RewardSection(Section):
     def clamped(self, value: float) -> float:
         """As ``clamp`` says."""
         return value if self.clamp is None else min(max(value, self.clamp[0]), self.clamp[1])
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that every row must have, each with the words that name who reads it. What can be known
+        without running code of the user's."""
+        return {}
 
     def check(self) -> Self:
         """Refuse what can be known to fail before any process starts; the section with what it found filled in.

@@ -76,6 +76,10 @@ class CodeReward(RewardSection):
             )
         return self
 
+    def columns(self) -> dict[str, str]:
+        """Return the column of the tests."""
+        return {self.tests_column: f"tests_column={self.tests_column!r}"}
+
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
         """Runs tests, where the sandbox stands."""
         probe = run_python("")

@@ -36,6 +36,10 @@ class ExactReward(RewardSection):
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
         return self
 
+    def columns(self) -> dict[str, str]:
+        """Return the column of the expected answer."""
+        return {self.answer_column: f"answer_column={self.answer_column!r}"}
+
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
         """Compares text."""
         return BlockingGrader(self.grade, executor)

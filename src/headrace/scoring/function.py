@@ -5,9 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, Self
 
-from headrace.errors import EnvError
-from headrace.scoring.base import Grader, RewardSection
-from headrace.scoring.reward import load_reward, split_reference
+from headrace.scoring.base import RewardSection
+from headrace.scoring.reward import RewardFunction, load_reward, split_reference
+from headrace.scoring.signature import signature_in
 
 
 class FunctionReward(RewardSection):
@@ -27,14 +27,21 @@ class FunctionReward(RewardSection):
     def check(self) -> Self:
         """The function is there."""
         path, name = split_reference(self.ref)
+        if (signature := signature_in(path, name)) is not None:
+            signature.refuse_form(name, by_turn=self.by_turn)
         return self.model_copy(update={"ref": f"{path.resolve()}:{name}"})
 
-    def grader(self, executor: ThreadPoolExecutor) -> Grader:
+    def columns(self) -> dict[str, str]:
+        """Return what only a column can give its parameters, as far as the text of its file tells."""
+        signature = signature_in(*split_reference(self.ref))
+        return (
+            {}
+            if signature is None
+            else {name: f"its parameter {name!r}" for name in signature.columns(by_turn=self.by_turn)}
+        )
+
+    def grader(self, executor: ThreadPoolExecutor) -> RewardFunction:
         """Imports and calls it."""
         function = load_reward(self.ref, executor)
-        if function.by_group and self.by_turn:
-            raise EnvError(
-                f"env.rewards {self.label!r} is scored by turn, and its function wants all completions of a group",
-                remedy="write reward(completion, history, turn, **row), or leave by_turn out",
-            )
+        function.signature.refuse_form(function.name, by_turn=self.by_turn)
         return function

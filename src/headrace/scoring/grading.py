@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.errors import HeadraceError
-from headrace.scoring.base import Scores
+from headrace.scoring.base import Scores, Wanted
 from headrace.types.messages.scorer import Score
 
 
@@ -20,6 +20,7 @@ class BlockingGrader:
     """Calls a function that computes, in a thread."""
 
     by_group = False
+    wants: frozenset[Wanted] = frozenset()
 
     def __init__(self, grade: Callable[[Score], float | None], executor: ThreadPoolExecutor) -> None:
         self._grade = grade

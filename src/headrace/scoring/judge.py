@@ -17,7 +17,7 @@ from headrace.config.addresses import is_loopback, refuse_secret
 from headrace.config.filling import fields_of
 from headrace.environ import secret
 from headrace.errors import ConfigError
-from headrace.scoring.base import Grader, RewardSection, Scores
+from headrace.scoring.base import Grader, RewardSection, Scores, Wanted
 from headrace.scoring.exact import compiled, found
 from headrace.scoring.grading import Unscorable, told
 from headrace.types.messages.scorer import Score
@@ -103,6 +103,11 @@ class JudgeReward(RewardSection):
             )
         return self
 
+    def columns(self) -> dict[str, str]:
+        """Return the columns that its prompt shows."""
+        shown = fields_of(self.prompt, "prompt", "") - {"prompt", "completion", "history"}
+        return {name: f"the {{{name}}} of its prompt" for name in shown}
+
     def check(self) -> Self:
         """The key is there."""
         if self.api_key_env and not secret(self.api_key_env):
@@ -138,6 +143,7 @@ class _Judge:
     """Many requests at once. What one costs a client grows with how many it has, so each has few."""
 
     by_group = False
+    wants: frozenset[Wanted] = frozenset()
 
     def __init__(self, section: JudgeReward) -> None:
         import httpx
@@ -190,11 +196,20 @@ class _Judge:
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
         """The status and the body of the answer."""
+        import httpx
+
         place = min(range(len(self._clients)), key=self._asked.__getitem__)
         self._asked[place] += 1
         try:
             async with self._clients[place].stream("POST", "chat/completions", json=body) as response:
                 return response.status_code, await _bounded(response)
+        except httpx.TransportError as error:
+            at = urlsplit(self._section.base_url)  # without a password, which may stand in it
+            port = "" if at.port is None else f":{at.port}"
+            raise Unscorable(
+                f"the judge at {at.scheme}://{at.hostname}{port} cannot be reached: {type(error).__name__}: {error}",
+                remedy="start it, or mend base_url",
+            ) from None
         finally:
             self._asked[place] -= 1
 

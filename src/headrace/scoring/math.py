@@ -30,6 +30,10 @@ class MathReward(RewardSection):
     timeout_s: float = Field(default=10.0, gt=0)
     """A comparison that takes longer has failed, and its worker is replaced."""
 
+    def columns(self) -> dict[str, str]:
+        """Return the column of the expected answer."""
+        return {self.answer_column: f"answer_column={self.answer_column!r}"}
+
     def check(self) -> Self:
         """The package is there."""
         if find_spec("math_verify") is None:

@@ -8,12 +8,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.config.user_code import find_in_file, load_file, where
 from headrace.errors import ConfigError, EnvError
-from headrace.scoring.base import Scores
+from headrace.scoring.base import Scores, Wanted
+from headrace.scoring.logged import RewardLog
+from headrace.scoring.signature import NOT_COLUMNS, signature_of
 from headrace.types.messages.scorer import Score
 
 
@@ -45,38 +48,45 @@ class RewardFunction:
     """A reward in either form, sync or async, called the one way that the scoring stage calls it.
 
     ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, each
-    column of the row repeated for every completion.
+    column of the row repeated for every completion. Both may ask for ``completion_ids``, ``trainer_state``,
+    ``log_extra`` and ``log_metric`` by name; the second is passed them in ``**columns`` too, as TRL does.
     """
 
     def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
-        parameters = inspect.signature(function).parameters
         self._function = function
         self._executor = executor
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
             type(function).__call__
         )
-        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        self._takes = set(parameters)
-        self.by_group = "completions" in parameters
-        if not self.by_group and "completion" not in parameters:
-            raise EnvError(
-                f"reward function {_name(function)} takes ({', '.join(parameters)})",
-                remedy="write reward(completion, **row) or reward(prompts, completions, **columns)",
-            )
+        self.name = _name(function)
+        self.signature = signature_of(function)
+        self.by_group = self.signature.by_group
+        self.signature.refuse_form(self.name)
+
+    @property
+    def wants(self) -> frozenset[Wanted]:
+        """What it wants to be told beside task and text."""
+        asked: dict[Wanted, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
+        return frozenset(wanted for wanted, name in asked.items() if self.signature.wants(name))
 
     async def score(self, request: Score, on_start: Callable[[], None] = lambda: None) -> Scores:
         """Call it; whatever it does becomes a :class:`Scores`. ``on_start`` is called, from any thread, when the
         function's turn has come."""
+        log = RewardLog(len(request.completions))
         try:
-            returned, error = await self._call(request, on_start)
+            returned, error = await self._call(request, log, on_start)
             if error is None:
-                return _check(returned if self.by_group else [returned], len(request.completions))
+                scores = _check(returned if self.by_group else [returned], len(request.completions))
+                metrics = {name: tuple(values) for name, values in log.metrics.items()}
+                return replace(scores, metrics=metrics, extra=log.rows())
         except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
             error = raised
         return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
 
-    async def _call(self, request: Score, on_start: Callable[[], None]) -> tuple[Any, BaseException | None]:
-        call = functools.partial(self._function, **self._arguments(request))
+    async def _call(
+        self, request: Score, log: RewardLog, on_start: Callable[[], None]
+    ) -> tuple[Any, BaseException | None]:
+        call = functools.partial(self._function, **self._arguments(request, log))
         if self._is_async:
             on_start()
             return await call(), None
@@ -88,21 +98,30 @@ class RewardFunction:
         returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
         return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
-    def _arguments(self, request: Score) -> dict[str, Any]:
-        row = {key: value for key, value in request.row.items() if self._takes_any or key in self._takes}
+    def _arguments(self, request: Score, log: RewardLog) -> dict[str, Any]:
+        signature = self.signature
+        row = {key: value for key, value in request.row.items() if signature.takes(key)}
+        ids = [ids_T.tolist() for ids_T in request.completion_ids]
+        given: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
         if not self.by_group:
-            whole = {"prompt": request.prompt}
-            given = whole if request.turn < 0 else {**whole, "history": request.history, "turn": request.turn}
-            extra = {key: value for key, value in given.items() if self._takes_any or key in self._takes}
-            return {**extra, **row, "completion": request.completions[0]}
+            named = {**given, "completion_ids": ids[0] if ids else []}
+            whole: dict[str, Any] = {"prompt": request.prompt}
+            if request.turn >= 0:
+                whole |= {"history": request.history, "turn": request.turn}
+            return {
+                **{key: value for key, value in whole.items() if signature.takes(key)},
+                **row,
+                **{key: value for key, value in named.items() if signature.wants(key)},
+                "completion": request.completions[0],
+            }
         count = len(request.completions)
         conversational = not isinstance(request.prompt, str)
         completions: list[Any] = list(request.completions)
         if conversational:
             completions = [[{"role": "assistant", "content": text}] for text in request.completions]
-        columns = {key: [value] * count for key, value in row.items() if key != "prompt"}
-        prompts = {"prompts": [request.prompt] * count} if self._takes_any or "prompts" in self._takes else {}
-        return {**columns, **prompts, "completions": completions}
+        columns = {key: [value] * count for key, value in row.items() if key not in NOT_COLUMNS}
+        given |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
+        return {**columns, **{key: value for key, value in given.items() if signature.wants(key)}}
 
 
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:

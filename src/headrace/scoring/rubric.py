@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from headrace.clock import Clock
-from headrace.scoring.base import Graded, RewardSection, Scorer, Scores
+from headrace.scoring.base import NO_CONTEXT, Graded, RewardSection, Scorer, Scores, ScoringContext
 from headrace.types.task import Task
 from headrace.types.trace import Span
 
@@ -22,7 +22,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 class Graders(Scorer, Protocol):
     """The workers of one component."""
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Scores:
+    async def score_turn(
+        self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
+    ) -> Scores:
         """Score one turn of an episode, from its text and all that the model had read."""
         ...
 
@@ -71,21 +73,24 @@ class Rubric:
         """The components, in order."""
         return self._labels
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
-        asked = await _all({c.label: self._grade(c, task, completions) for c in self._whole})
-        notes: dict[str, None] = {}
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        asked = await _all({c.label: self._grade(c, task, completions, context) for c in self._whole})
         graded = tuple(
-            self._sum(self._whole, {label: scores.of(place) for label, scores in asked.items()}, notes)
+            self._sum(self._whole, {label: scores.of(place) for label, scores in asked.items()})
             for place in range(len(completions))
         )
         if len(self._labels) == 1:  # it is the reward
             graded = tuple(replace(each, parts={}) for each in graded)
-        return Scores(rewards=tuple(each.reward for each in graded), graded=graded, notes=tuple(notes))
+        return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Graded:
-        calls = {c.label: partial(c.graders.score_turn, task, text, history, turn) for c in self._by_turn}
+    async def score_turn(
+        self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
+    ) -> Graded:
+        calls = {
+            c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
+        }
         asked = await _all({c.label: self._again(c, calls[c.label]) for c in self._by_turn})
-        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in asked.items()}, {})
+        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in asked.items()})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
         """What each of an episode's turns adds to its reward, from their scores; none of them has failed."""
@@ -101,12 +106,17 @@ class Rubric:
         labels = {c.label: _SHARES[c.section.over_turns] for c in self._by_turn}
         return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
 
-    async def _grade(self, component: Component, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def _grade(
+        self, component: Component, task: Task, completions: tuple[str, ...], context: ScoringContext
+    ) -> Scores:
         """All completions, at once or one by one as the component wants them."""
         graders = component.graders
         if graders.by_group or len(completions) == 1:
-            return await self._again(component, partial(graders.score, task, completions))
-        calls = [partial(graders.score, task, (completion,)) for completion in completions]
+            return await self._again(component, partial(graders.score, task, completions, context))
+        calls = [
+            partial(graders.score, task, (completion,), context.at(place))
+            for place, completion in enumerate(completions)
+        ]
         asked = await _all({place: self._again(component, call) for place, call in enumerate(calls)})
         graded = tuple(scores.of(0) for scores in asked.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
@@ -125,25 +135,32 @@ class Rubric:
             await asyncio.sleep(pause_s)
             pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
 
-    def _sum(self, components: Sequence[Component], graded: Mapping[str, Graded], notes: dict[str, None]) -> Graded:
-        """One completion's components, added up; ``notes`` gets what is odd and no failure."""
+    def _sum(self, components: Sequence[Component], graded: Mapping[str, Graded]) -> Graded:
+        """One completion's components, added up. A component that is optional counts as its default where it fails,
+        and where it returned ``None``, which is no failure."""
         parts: dict[str, float] = {}
+        none: list[str] = []
+        lost: list[str] = []
         for component in components:
             section, one = component.section, graded[component.label]
             if one.reward is not None:
                 parts[component.label] = section.clamped(one.reward)
             elif section.default is not None:
                 parts[component.label] = section.default
-                reason = (one.failure or "it returned None").partition(":")[0]
-                notes[f"the reward {component.label!r} failed and counts as {section.default:g}: {reason}"] = None
             else:
-                return Graded(reward=None, failure=self._named(component, one.failure), parts=parts)
+                (lost if one.failure else none).append(self._named(component, one.failure))
+        said = Graded(reward=None, parts=parts, calls={label: (each.failure,) for label, each in graded.items()})
+        for label, each in graded.items():
+            twice = {f"{label}.{name}" if name in said.extra else name: value for name, value in each.extra.items()}
+            said = Graded(reward=None, extra=twice, metrics=each.metrics).beside(said)
+        if lost or none:
+            return replace(said, failure=lost[0] if lost else "")
         if not self._labels:  # nobody says what an episode earns
-            return Graded(reward=None)
+            return said
         reward = sum(component.section.weight * parts[component.label] for component in components)
         if not math.isfinite(reward):
-            return Graded(reward=None, failure="reward_nan: the weighted sum is not finite", parts=parts)
-        return Graded(reward=reward, parts=parts)
+            return replace(said, failure="reward_nan: the weighted sum is not finite")
+        return replace(said, reward=reward)
 
     def _named(self, component: Component, failure: str) -> str:
         """A failure says whose it is, where there are several."""

@@ -19,6 +19,7 @@ from headrace.config import Section, leaves, load_toml, merge, parse_override, v
 from headrace.control import RunSection
 from headrace.engine.fleet import FleetConfig
 from headrace.env import DataConfig, EnvConfig
+from headrace.env.program import with_absolute_files
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
 from headrace.flow.filters import Length
@@ -32,7 +33,7 @@ from headrace.models.hub import MODEL_PATHS, MODEL_TABLES, is_hub_name
 from headrace.observe.config import ObserveConfig
 from headrace.recipes.systems import recipe
 from headrace.session.agent_fit import refuse_strange_agents
-from headrace.session.credit_fit import refuse_pivots, refuse_ungraded
+from headrace.session.credit_fit import refuse_deaf_losses, refuse_pivots, refuse_ungraded
 from headrace.session.engine_fit import refuse_incapable
 from headrace.sync import SyncConfig
 
@@ -149,6 +150,11 @@ class RunConfig(Section):
                     f"engine.max_new_tokens={self.engine.max_new_tokens}",
                     remedy=f"set max_tokens < {self.engine.max_new_tokens}, or leave it out: what was cut off is meant",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_heeds_rewards(self) -> Self:
+        refuse_deaf_losses(self.algo, self.learner)
         return self
 
     @model_validator(mode="after")
@@ -334,10 +340,7 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
         return tree
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return tree
-    found = [
-        str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
-        for place, part in enumerate(parts)
-    ]
+    found = with_absolute_files(parts, directory)
     return merge(tree, {"env": {"command": found}}) if found else tree
 
 

@@ -1,4 +1,5 @@
-"""Whether a run can have what its credit is made from: segments that are graded, branches that are compared."""
+"""Whether a run can have what its credit is made from: rewards that count, segments that are graded, branches that are
+compared."""
 
 from __future__ import annotations
 
@@ -6,14 +7,49 @@ import numpy as np
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.config import AlgoConfig
+from headrace.algo.losses.ce import Ce
+from headrace.algo.losses.ref_kl import RefKl
 from headrace.algo.reductions import Constant, SequenceMeanTokenSum, TokenMean
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
+from headrace.learner import LearnerConfig
+from headrace.learner.companions.config import Frozen, OtherModel
+from headrace.learner.companions.fit import columns_of
 
 _REDUCTIONS = (TokenMean, Constant, SequenceMeanTokenSum)
 """Those under which two streams of tokens can each be reduced by itself."""
+
+
+def refuse_deaf_losses(algo: AlgoConfig, learner: LearnerConfig) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` for a loss to which the rewards of a run make no difference, or which
+    wants samples of another kind than a run has."""
+    named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
+    instead = "to learn from rewards, set algo.loss = 'dapo' (or another that looks at them)"
+    if isinstance(algo.loss, Ce):
+        named = "algo.bundle='sft'" if algo.bundle == "sft" else named
+        raise ConfigError(
+            f"{named} would teach the model its own answers, right and wrong alike: a run trains what the model has "
+            "just sampled, and this loss (cross-entropy) does not look at what it earned. It is no fine-tuning on "
+            "demonstrations, of which a run has none",
+            remedy=f"{instead}; to imitate demonstrations, use headrace.Policy with policy.demonstrations and "
+            "loss='ce' (docs/own_loop.md)",
+        )
+    if "pairs" in columns_of(algo):
+        raise ConfigError(
+            f"{named} learns from pairs of answers, one preferred to the other, and a run has none: it samples "
+            "groups of answers and gives each a reward",
+            remedy=instead,
+        )
+    reference = learner.reference
+    foreign = isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
+    if isinstance(algo.loss, RefKl) and not foreign:
+        raise ConfigError(
+            f"{named} is nothing but the distance from the reference, which is this model's own past: it would bring "
+            "the model back to where it came from, whatever its answers earned",
+            remedy=f"{instead}; to imitate another model, set learner.reference.kind = 'model' and its path",
+        )
 
 
 def refuse_ungraded(algo: AlgoConfig, env: EnvConfig) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from headrace.clock import Clock
 from headrace.config import merge
 from headrace.control.recovery import starting_point
+from headrace.control.rewarding import RewardFailures
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import Component
@@ -45,6 +46,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The loops of the controller, a line each."""
     warnings: list[str] = []
     """What the run has warned of so far, one of each kind."""
+    rewards: dict[str, RewardFailures] = {}
+    """The components of the reward that have failed in this life, by name."""
 
 
 def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:
@@ -129,6 +132,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[Held]:
     Raises :class:`~headrace.errors.ConfigError` if another process holds it, if it has a run already and ``resume`` is
     not asked for, or if there is none to resume.
     """
+    _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds no run to resume", remedy="leave --resume out, or correct run.dir"
@@ -156,6 +160,19 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[Held]:
         yield Held(run_dir, descriptor)
     finally:
         os.close(descriptor)
+
+
+def _refuse_lost_ledger(run_dir: Path) -> None:
+    """Raise :class:`~headrace.errors.ConfigError` where a run has checkpoints and its ledger is gone: neither can it go
+    on, nor can another begin there."""
+    if has_ledger(run_dir) or (newest := starting_point(run_dir)).snapshot is None:
+        return
+    raise ConfigError(
+        f"run.dir={str(run_dir)!r} holds checkpoints of a run, the newest of step {newest.step}, and no ledger "
+        f"({SQLITE_FILE} is missing, or it was kept in memory): without it nobody knows which groups they have learned",
+        remedy=f"put the ledger back; or choose another run.dir, and begin from those weights with model.path = "
+        f"{str(newest.snapshot)!r}",
+    )
 
 
 def write_json(path: Path, tree: Any) -> None:

@@ -30,6 +30,7 @@ from headrace.models.endings import stop_ids
 from headrace.models.load import limit_of, read_config
 from headrace.models.mixtures import routes
 from headrace.rollout import Chat
+from headrace.scoring.fit import refuse_lacking
 from headrace.scoring.reward import reward_reference, split_reference
 from headrace.session.agents import frozen_agents, refuse_misfits
 from headrace.session.config import RunConfig
@@ -55,6 +56,9 @@ class Inputs:
     """Held-out rows; ``None``: those of ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
     """A function that stands in a file; ``None``: that of ``env.reward``."""
+    look: bool = False
+    """Whether the file of a reward is imported, in a process of its own, where its text does not tell the parameters of
+    the function: for a dry run. A scoring worker does so when it starts."""
     gpus: int | None = None
     """How many GPUs this machine is taken to have; ``None``: as many as torch sees."""
 
@@ -133,6 +137,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     eval_source = config.data.eval_path or "eval_data"
     eval_tasks = make_tasks(eval_rows, column, tokenizer, source=eval_source, optional=own_words)
     _refuse_unsendable([*tasks, *eval_tasks])
+    refuse_lacking(config.env.components, [*tasks, *eval_tasks], look=inputs.look)
     if training:
         _refuse_too_few_rows(config, len(tasks))
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import shlex
+from pathlib import Path
 
 from headrace.bridges import BRIDGES, find_bridge
 from headrace.config.user_code import find_in_file
+from headrace.env.program import with_absolute_files
 from headrace.errors import ConfigError
 
 
@@ -16,7 +19,7 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
         find_bridge(reference)
         return "bridge", _with_full_path(library, what), None
     if ".py:" not in reference:
-        return "program", reference, None
+        return "program", _with_absolute_command(reference), None
     path, name = find_in_file(reference, "the environment")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     entry = f"{path.resolve()}:{name}"
@@ -29,6 +32,18 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
         f"{reference}: {name!r} is no class and no function that this file defines",
         remedy="name the file that defines it",
     )
+
+
+def _with_absolute_command(command: str) -> str:
+    """A program runs in a directory of its own: the files of the working directory that its command names are found
+    from there too, as those of a run file are."""
+    try:
+        parts = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"the command {command!r} cannot be split: {error}", remedy="close the quotation") from None
+    if not parts:
+        raise ConfigError("the command is empty", remedy="write headrace check env 'python agent.py'")
+    return shlex.join(with_absolute_files(parts, Path.cwd()))
 
 
 def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

@@ -338,6 +338,7 @@ def _write_status(controller: Controller, live: LiveState, world: World, compone
         components=components,
         waits=controller.state.board.in_words().splitlines(),
         warnings=controller.state.warnings,
+        rewards=dict(controller.state.tally.rewarding.failing()),
     )
     write_json(world.parts.run_dir / STATUS_FILE, status)
 

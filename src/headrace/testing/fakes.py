@@ -17,7 +17,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.env import SingleTurn
 from headrace.errors import RequestError, WeightsError
 from headrace.learner.base import Publication
-from headrace.scoring import Scores
+from headrace.scoring import NO_CONTEXT, Scores, ScoringContext
 from headrace.types.batch import Batch
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import EngineStats, StepReport
@@ -197,7 +197,7 @@ class FakeScorer:
         self._reward = reward
         self.by_group = by_group
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         await asyncio.sleep(self._seconds)
         return Scores(rewards=tuple(self._reward(text) for text in completions))
 

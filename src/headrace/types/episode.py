@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens, versions_of
@@ -111,6 +111,8 @@ class Turn:
     """Of a turn that was resampled; ``None`` for those of the episode itself."""
     teacher: str = ""
     """Which of several teachers says what its tokens are ``taught``; empty where there is but one, or none."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The columns that reward functions logged of it with ``log_extra``: numbers and short texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

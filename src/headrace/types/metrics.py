@@ -63,6 +63,8 @@ _OUTCOME = _rows(
     ("reward_max", "", MAX, "Greatest of them"),
     ("reward_sampled", "", MEAN, "Mean reward of all episodes scored since the last step, dropped ones included"),
     ("reward/{component}", "", MEAN, "Mean of one component of the reward, not weighted"),
+    ("reward_failed/{component}", "frac", MEAN, "Calls of a component of the reward since the last step that failed"),
+    ("logged/{name}", "", MEAN, "Mean of what reward functions gave to log_metric since the last step"),
     ("eval_accuracy", "", LAST, "Mean reward on held-out tasks, where a measurement ended since the last step"),
     ("eval_version", "version", LAST, "The version that was committed when that measurement began"),
     (

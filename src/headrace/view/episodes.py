@@ -224,6 +224,7 @@ def _turn(
         "failed": turn.failed,
         "untrained": turn.untrained,
         "reward": turn.reward,
+        "extra": turn.extra,
         "process": turn.process,
         "branch": turn.branch,
         "versions": versions_of([tokens]),

@@ -9,7 +9,8 @@ from headrace.algo.losses.section import LossSection
 
 
 class Ce(LossSection):
-    """−log π. Advantages are not looked at. Source: maximum likelihood."""
+    """−log π. Advantages are not looked at: it is for demonstrations, in a loop of your own. A run, which has only what
+    the model has sampled, refuses it. Source: maximum likelihood."""
 
     kind: Literal["ce"] = "ce"
     """Selects this loss."""

@@ -124,12 +124,23 @@ class LearningLoop:
 
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
         state = self._state
-        self._without_signal = 0 if self._taught or have_signal(groups) else self._without_signal + 1
+        masked = not any(group.scored for group in groups)
+        has_signal = have_signal(groups) or (self._taught and not masked)
+        self._without_signal = 0 if has_signal else self._without_signal + 1
         if self._without_signal == 0:
             return
-        reward = groups[0].scored[0].reward
+        if masked and self._without_signal >= state.flow_config.max_idle_batches:
+            raise NothingToLearn(
+                f"{self._without_signal} steps in a row had nothing to learn from, and the last of them not one "
+                "answer: flow.filters have masked all of them",
+                remedy="raise engine.max_new_tokens if answers are cut off, or flow.max_idle_batches; then --resume",
+            )
+        if masked:
+            state.warn("flow.filters have masked every answer of a batch: its step changes no weight")
+            return
         whole = "batch" if state.flow_config.group_size == 1 else "group"
         if self._without_signal >= state.flow_config.max_idle_batches:
+            reward = next(episode.reward for group in groups for episode in group.scored)
             raise NothingToLearn(
                 f"in {self._without_signal} steps in a row all episodes of a {whole} got the same reward (the last: "
                 f"{reward:g}): there is nothing to prefer",

@@ -9,21 +9,22 @@ from dataclasses import replace
 
 from headrace.control.board import LoopContract
 from headrace.control.drought import Drought
-from headrace.control.evaluation import completion_text
+from headrace.control.evaluation import completion_ids, completion_text
 from headrace.control.groups import Closed, OpenGroup, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.measuring import own_length, sampled_length
 from headrace.control.pivots import PivotResampler
-from headrace.control.state import RunState
+from headrace.control.state import RunState, trainer_state
 from headrace.control.teaching import Teaching
 from headrace.control.together import Together
-from headrace.control.turns import TurnScores, settle
+from headrace.control.turns import REWARD_NONE, TurnScores, settle
 from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
 from headrace.rollout.runner import remedy_of
-from headrace.scoring import Graded
+from headrace.scoring import Graded, ScoringContext
 from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.types.messages.scorer import TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
@@ -53,6 +54,7 @@ class ScoringLoop:
         if config.pivots is not None:
             self._pivots = PivotResampler(state, config.pivots, judge=self._judge, on_turn=self.turn_ended)
         self._drought = Drought(most=config.max_idle_batches * config.groups_per_step)
+        state.tally.rewarding.most = config.groups_per_step * config.group_size
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
     async def run(self) -> None:
@@ -62,7 +64,9 @@ class ScoringLoop:
             if state.parts.teachers is not None:
                 self._teaching = Teaching(state.parts.teachers, scorings, self._asking_a_teacher)
             if state.parts.turn_scorer is not None:
-                self._turns = TurnScores(state.parts, state.parts.turn_scorer, scorings, self._asking_for_turn)
+                self._turns = TurnScores(
+                    state.parts, state.parts.turn_scorer, scorings, self._asking_for_turn, trainer=self._trainer
+                )
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
                     group, episode = await self._finished.get()
@@ -151,12 +155,21 @@ class ScoringLoop:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.asking("scoring", "a reward", of="scoring workers"), self._at_it:
-            scores = await state.parts.scorer.score(group.task, texts)
-        for note in scores.notes:
-            state.warn(note)
+            scores = await state.parts.scorer.score(group.task, texts, self._context_of(episodes))
         for place, episode in enumerate(episodes):
             await self._grade(episode, scores.of(place))
         state.tally.last_sample, state.tally.last_sample_reward = texts[-1], episodes[-1].reward
+
+    def _context_of(self, episodes: Sequence[Episode]) -> ScoringContext:
+        """What a reward may ask for beside task and text. The step is the version under which the group was admitted,
+        which is the same however often and whenever the group is scored."""
+        ids = tuple(completion_ids(episode) for episode in episodes)
+        return ScoringContext(completion_ids=ids, trainer=self._trainer(episodes[0].key))
+
+    def _trainer(self, key: EpisodeKey) -> TrainerState:
+        group = self._state.flow.state.groups.get(key.group)
+        version = None if group is None else group.oldest_version
+        return trainer_state(self._state, version or 0)
 
     async def _conclude(self, group: OpenGroup, episode: Episode, graded: Graded) -> None:
         await self._grade(episode, graded)
@@ -168,6 +181,7 @@ class ScoringLoop:
         failure = "" if self._teaching is None else await self._teaching.add(episode)
         if self._turns is not None:
             graded = await self._turns.add(episode, graded)
+        self._state.tally.rewarding.add(graded, lambda words, kind: self._state.warn(words, kind=kind))
         settle(episode, replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
@@ -232,9 +246,17 @@ class ScoringLoop:
 
     def _stop_if_all_fail(self) -> None:
         self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._state.flow_config.max_failed_groups:
+        if self._failed_in_a_row < self._state.flow_config.max_failed_groups:
+            return
+        if self._last_cause == REWARD_NONE:
             raise EnvError(
-                f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
-                f"{self._last_cause}",
-                remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+                f"none of the answers of {self._failed_in_a_row} groups in a row has a reward: the reward function "
+                "returned None for the last, and None means that an answer does not count",
+                remedy="look whether it returns what it has computed (headrace check env tries it on rows), or raise "
+                "flow.max_failed_groups if so many do not count, then --resume",
             )
+        raise EnvError(
+            f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
+            f"{self._last_cause}",
+            remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+        )

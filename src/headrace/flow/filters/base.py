@@ -43,6 +43,8 @@ class Verdict:
     """Places of the scored episodes that leave it."""
     mask: frozenset[int] = frozenset()
     """Places of the scored episodes that stay in its baseline only."""
+    keep_masked: bool = False
+    """Whether the group stays even where all of its episodes are masked, and trains nothing."""
 
 
 KEEP = Verdict()
@@ -55,7 +57,7 @@ class FilterSection(Section):
     """What a user whose groups are all dropped by it may do."""
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """What becomes of ``group``, which has at least one scored episode."""
+        """What becomes of ``group``, which has at least one episode that is scored, or masked by a filter before."""
         raise NotImplementedError
 
     @property
@@ -89,7 +91,8 @@ def apply_filters(
     group: ScoredGroup, filters: Sequence[FilterSection], *, min_episodes: int, context: FilterContext
 ) -> Filtered:
     """Ask one filter after the other. A group of which they leave fewer than ``min_episodes`` in the baseline, or none
-    to train, is dropped for the reason of the last of them."""
+    to train, is dropped for the reason of the last of them. A verdict may keep a group of which none is left to
+    train."""
     left = group
     for each in filters:
         verdict = each(left, context)
@@ -98,7 +101,7 @@ def apply_filters(
         if not verdict.leave_out and not verdict.mask:
             continue
         left = _without(left, verdict)
-        if len(left.counted) < min_episodes or not left.scored:
+        if len(left.counted) < min_episodes or not (left.scored or verdict.keep_masked):
             return Filtered(group=group, dropped=verdict.reason, by=each)
     return Filtered(group=left)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
+from headrace.errors import ConfigError
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
 from headrace.types.episode import Episode, StopReason
 from headrace.types.scored import ScoredGroup
@@ -15,7 +17,8 @@ class Length(FilterSection):
     """Masks or leaves out the episodes that reached the length limit, or have more than ``max_tokens`` (``overlong``).
 
     ``mask`` is DAPO's overlong filtering: advantages are taken over all that were sampled, and the loss of a truncated
-    answer is left away. ``leave_out`` takes them over the others. A group with too few left is dropped.
+    answer is left away. ``leave_out`` takes them over the others. A group with too few left is dropped, and so is one
+    of which every answer is masked, unless ``all_masked`` keeps it.
     Source: Yu et al. (DAPO), arXiv 2503.14476, section 3.4.
     """
 
@@ -27,13 +30,26 @@ class Length(FilterSection):
     """Sampled tokens that an episode may have; unset: only those that were cut off are meant."""
     action: Literal["mask", "leave_out"] = "mask"
     """What becomes of a longer one."""
+    all_masked: Literal["replace", "keep"] = "replace"
+    """What becomes of a group of which every answer is masked. ``replace``: it is dropped (``overlong``), and another
+    group takes its place in the batch, as DAPO's sampling does. ``keep``: it stays in its batch and trains nothing, as
+    in TRL (``mask_truncated_completions``): such a batch has fewer tokens that carry loss."""
+
+    @pydantic.model_validator(mode="after")
+    def _keeps_what_is_masked(self) -> Length:
+        if self.all_masked == "keep" and self.action != "mask":
+            raise ConfigError(
+                f"filter 'length' has all_masked='keep' and action={self.action!r}: nothing is masked",
+                remedy="set action = 'mask', or leave all_masked out",
+            )
+        return self
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
         long = frozenset(episode.key.place for episode in group.scored if self._is_long(episode))
         if not long:
             return KEEP
         if self.action == "mask":
-            return Verdict(reason="overlong", mask=long)
+            return Verdict(reason="overlong", mask=long, keep_masked=self.all_masked == "keep")
         return Verdict(reason="overlong", leave_out=long)
 
     def _is_long(self, episode: Episode) -> bool:

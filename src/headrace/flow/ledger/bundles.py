@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,6 +34,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     process: float | None = None
     branch: Branch | None = None
     teacher: str = ""
+    extra: dict[str, Any] = {}
     kept: KeptSets | None = None
     routing: Routing | None = None
     entropies_T: FloatColumn | None = None
@@ -126,7 +128,7 @@ def _more(turn: Turn) -> _More:
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.taught is None
-    if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher:
+    if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
         return _NO_MORE
     return _More(
         context_routing=turn.context_routing,
@@ -136,6 +138,7 @@ def _more(turn: Turn) -> _More:
         process=turn.process,
         branch=turn.branch,
         teacher=turn.teacher,
+        extra=turn.extra,
         kept=span.kept,
         routing=span.routing,
         entropies_T=span.entropies_T,
@@ -167,6 +170,7 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
         process=more.process,
         branch=more.branch,
         teacher=more.teacher,
+        extra=more.extra,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     branch: Branch | None = None
     teacher: str = ""
     taught: Taught | None = None
+    extra: dict[str, Any] = {}
 
 
 _CODEC = Codec(list[_Turn])
@@ -61,6 +63,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 branch=turn.branch,
                 teacher=turn.teacher,
                 taught=turn.tokens.taught,
+                extra=turn.extra,
             )
             for turn in turns
         ]
@@ -99,6 +102,7 @@ def _turn(turn: _Turn) -> Turn:
         process=turn.process,
         branch=turn.branch,
         teacher=turn.teacher,
+        extra=turn.extra,
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from headrace.clock import being_cancelled
 from headrace.errors import EnvError
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.scoring import Scores
+from headrace.scoring import NO_CONTEXT, Scores, ScoringContext
 from headrace.types.messages.controller import Scored, Started
 from headrace.types.messages.scorer import Score
 from headrace.types.task import Task
@@ -141,6 +141,7 @@ class ScorerPool:
         warn: Callable[[str], None],
     ) -> None:
         self.by_group = False
+        self.wants: frozenset[str] = frozenset()
         self._warn = warn
         self._start_worker = start_worker
         self._terms = terms
@@ -170,14 +171,21 @@ class ScorerPool:
         async with self._came:
             await self._came.wait_for(lambda: all(place.up for place in self._places))
 
-    async def score(self, task: Task, completions: tuple[str, ...]) -> Scores:
-        return await self._answer(Score(call=0, prompt=task.prompt, completions=completions, row=task.row))
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        return await self._answer(self._request(task, completions, context))
 
-    async def score_turn(self, task: Task, text: str, history: str, turn: int) -> Scores:
+    async def score_turn(
+        self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
+    ) -> Scores:
         """Score one turn of an episode, from its text and all that the model had read."""
-        return await self._answer(
-            Score(call=0, prompt=task.prompt, completions=(text,), row=task.row, history=history, turn=turn)
-        )
+        request = self._request(task, (text,), context)
+        return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
+
+    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> Score:
+        request = Score(call=0, prompt=task.prompt, completions=completions, row=task.row)
+        if "completion_ids" in self.wants:
+            request = msgspec.structs.replace(request, completion_ids=context.completion_ids)
+        return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
 
     async def _answer(self, request: Score) -> Scores:
         async with self._all:
@@ -239,7 +247,7 @@ class ScorerPool:
             begun.cancel()
             scored.cancel()
         self._deaths, shift.answered = 0, True
-        return Scores(rewards=answer.rewards, failure=answer.error)
+        return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
 
     async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
         """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
@@ -290,7 +298,8 @@ class ScorerPool:
         """Until the worker is ready, and calls can be made in its place, or it has died."""
         peer = shift.worker.peer
         if await peer.arrives(dying, self._terms.start_timeout_s, "is the reward's file slow to import?"):
-            self.by_group = bool(peer.ready.result().facts["by_group"])
+            facts = peer.ready.result().facts
+            self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
             place.shift = shift
             async with self._came:
                 self._came.notify_all()

@@ -13,7 +13,7 @@ import pydantic
 from headrace.environ import forget_token, run_token
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
-from headrace.scoring import AnyReward, RewardConfig
+from headrace.scoring import AnyReward, RewardConfig, RewardFunction
 from headrace.types.messages.controller import Ready, Scored, Started
 from headrace.types.messages.scorer import Message, Score, Shutdown
 
@@ -48,13 +48,24 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     hands = _hands(min(section.concurrency, MAX_THREADS))
     room = asyncio.Semaphore(section.concurrency)
     reward = section.grader(hands)
-    channel.send(Ready(token=run_token(), pid=os.getpid(), facts={"by_group": int(reward.by_group)}))
+    if isinstance(reward, RewardFunction) and start.columns is not None:
+        reward.signature.refuse_missing(reward.name, start.columns, by_turn=section.by_turn)
+    facts: dict[str, str | int | float] = {"by_group": int(reward.by_group), "wants": " ".join(sorted(reward.wants))}
+    channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     forget_token()
 
     async def score(request: Score) -> None:
         async with room:
             scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
-        channel.send(Scored(call=request.call, rewards=scores.rewards, error=scores.failure))
+        channel.send(
+            Scored(
+                call=request.call,
+                rewards=scores.rewards,
+                error=scores.failure,
+                metrics=scores.metrics,
+                extra=scores.extra,
+            )
+        )
 
     def obey(message: Message, calls: asyncio.TaskGroup) -> None:
         if isinstance(message, Shutdown):

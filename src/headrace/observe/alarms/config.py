@@ -9,7 +9,7 @@ from pydantic import Field
 from headrace.config import Section
 
 AlarmName = Literal[
-    "entropy", "zero_variance", "kl", "mismatch", "length", "repetition", "stall", "disk"
+    "entropy", "zero_variance", "rewards", "kl", "mismatch", "length", "repetition", "stall", "disk"
 ]  # fmt: skip
 
 
@@ -28,6 +28,8 @@ class AlarmsConfig(Section):
     """``entropy``: the mean entropy has fallen below this fraction of the beginning's."""
     zero_variance_frac: float = Field(default=0.9, gt=0, le=1)
     """``zero_variance``: at least this fraction of the groups has equal rewards."""
+    max_reward_failed: float = Field(default=0.1, ge=0, lt=1)
+    """``rewards``: of the calls of a component of the reward, more than this fraction has failed."""
     max_kl: float = Field(default=0.5, gt=0)
     """``kl``: KL(μ‖π) by k3 over the batch, or KL(π‖π_ref), is above this, in nats per token."""
     max_mismatch: float = Field(default=0.01, gt=0)

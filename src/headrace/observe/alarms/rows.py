@@ -44,6 +44,17 @@ def _zero_variance(config: AlarmsConfig) -> Alarm:
     return Lasting(wrong, patience=config.patience)
 
 
+def _rewards(config: AlarmsConfig) -> Alarm:
+    prefix = "reward_failed/"
+
+    def wrong(numbers: Numbers) -> str:
+        shares = {name.removeprefix(prefix): share for name, share in numbers.items() if name.startswith(prefix)}
+        failing = {name: share for name, share in shares.items() if share > config.max_reward_failed}
+        return "; ".join(f"the reward {name!r} fails for {share:.0%} of its calls" for name, share in failing.items())
+
+    return Lasting(wrong, patience=config.patience)
+
+
 def _kl(config: AlarmsConfig) -> Alarm:
     def wrong(numbers: Numbers) -> str:
         kls = {"KL(μ‖π)": numbers.get("kl_mu_k3", 0.0), "KL(π‖π_ref)": numbers.get("kl_ref", 0.0)}
@@ -130,6 +141,11 @@ ALARMS: Mapping[str, Row] = {
         make=_zero_variance,
         advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
         "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
+    ),
+    "rewards": Row(
+        make=_rewards,
+        advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; mend what it "
+        "calls, or raise its retries or timeout_s.",
     ),
     "kl": Row(
         make=_kl,

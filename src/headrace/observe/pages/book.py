@@ -83,6 +83,7 @@ class Book:
             "reward": episode.reward,
             "cause": episode.cause,
             "parts": episode.parts,
+            "extra": {name: value for turn in episode.turns for name, value in turn.extra.items()},
             "answers": sum(turn.stop_reason is not None for turn in episode.turns),
             "tokens": episode.num_sampled,
             "page": page,

@@ -65,6 +65,7 @@ def _cards(episode: Episode) -> str:
         ("turns", f"{len(episode.turns)}", f"{branches} branches" if branches > 1 else ""),
         *((name, figure(value), "part of the reward") for name, value in episode.parts.items()),
         *((name, figure(value), "reward of the agent") for name, value in episode.agent_rewards.items()),
+        *((name, str(value), "logged by a reward") for turn in sampled for name, value in turn.extra.items()),
     ]
     shown = (
         f"<div><dt>{text(label, 80)}</dt><dd>{text(value, 80)}<small>{text(words, 2000)}</small></dd></div>"

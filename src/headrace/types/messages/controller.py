@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -203,6 +205,10 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rewards: tuple[float | None, ...]
     error: str = ""
     """Why there is no reward, with the file and line that raised; empty if there is one."""
+    metrics: dict[str, tuple[float, ...]] = {}
+    """What the function gave to ``log_metric``, by name."""
+    extra: tuple[dict[str, Any], ...] = ()
+    """What it gave to ``log_extra``: for each completion its columns; empty where it gave nothing."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):

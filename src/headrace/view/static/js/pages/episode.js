@@ -71,6 +71,7 @@ function section(turn, view) {
     isNumber(turn.reward) ? `reward ${number(turn.reward)}` : null,
     isNumber(turn.process) ? `process reward ${number(turn.process)}` : null,
     turn.branch ? `branch ${turn.branch[1] + 1} of pivot ${turn.branch[0] + 1}${isNumber(turn.branch[2]) ? `, reward ${number(turn.branch[2])}` : ""}` : null,
+    ...Object.entries(turn.extra ?? {}).map(([name, value]) => `${oneLine(name, 40)}: ${oneLine(String(value), 120)}`),
     turn.failed ? "a tool's error" : null,
     turn.teacher ? `taught by ${oneLine(turn.teacher, 40)}` : null,
     turn.untrained ? `carries no loss: ${plain(visible(turn.untrained))}` : null,

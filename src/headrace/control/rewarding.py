@@ -1,0 +1,90 @@
+"""What the components of the reward said, beside rewards: how often each failed and why, and what it logged.
+
+every answer ──▶ calls of each component ──▶ counted, for summary and status; the first failure of a kind is a warning
+                                          ──▶ a share of the step, for ``metrics.jsonl`` and the alarm ``rewards``
+                                          ──▶ one that fails from the start, for a whole batch, ends the run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.errors import EnvError
+from headrace.rollout.runner import remedy_of
+from headrace.scoring import Graded
+from headrace.types.metrics import as_label
+
+
+class RewardFailures(msgspec.Struct, kw_only=True):
+    """How often one component of the reward failed, in this life of the run."""
+
+    failed: int = 0
+    """Calls that failed, when they had been made again as often as ``retries`` says."""
+    calls: int = 0
+    """Calls altogether."""
+    first_cause: str = ""
+    """Why the first of them failed; empty where none did."""
+
+    def __str__(self) -> str:
+        return f"failed for {self.failed} of {self.calls}; the first: {self.first_cause}"
+
+
+@dataclass(slots=True, kw_only=True)
+class RewardBook:
+    """Counts what components of the reward say, call by call."""
+
+    most: int = 0
+    """A component that has failed this often, and never done anything else, ends the run; 0: it never does."""
+    components: dict[str, RewardFailures] = field(default_factory=dict)
+    """By name, all that were called."""
+    _fresh: dict[str, list[bool]] = field(default_factory=dict)
+    """Of the calls since the last step, which failed."""
+    _logged: dict[str, list[float]] = field(default_factory=dict)
+    """What was given to ``log_metric`` since the last step."""
+
+    def add(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
+        """Count one answer. ``warn`` is told words, and their kind, of failures that cost no episode.
+
+        Raises :class:`~headrace.errors.EnvError` where a component that may fail has done nothing else from the start,
+        for as many answers as make a batch: the run would be trained on its default alone.
+        """
+        for name, values in graded.metrics.items():
+            self._add_metric(name, values, warn)
+        for label, failures in graded.calls.items():
+            counts = self.components.setdefault(label, RewardFailures())
+            counts.calls += len(failures)
+            self._fresh.setdefault(label, []).extend(map(bool, failures))
+            for failure in filter(None, failures):
+                counts.failed += 1
+                counts.first_cause = counts.first_cause or failure
+                if graded.reward is not None:
+                    sort = ": ".join(failure.split(": ")[:2])
+                    warn(f"the reward {label!r} failed and counts as its default: {failure}", f"{label} fails: {sort}")
+            if graded.reward is not None and self.most and counts.failed == counts.calls >= self.most:
+                raise EnvError(
+                    f"the reward {label!r} has failed for each of the first {counts.calls} answers, and counts as its "
+                    f"default: the model would be trained on that alone; the first failure: {counts.first_cause}",
+                    remedy=f"{remedy_of(counts.first_cause)}, or take the component out; then --resume",
+                )
+
+    def _add_metric(self, name: str, values: tuple[float, ...], warn: Callable[[str, str], None]) -> None:
+        finite = [value for value in values if math.isfinite(value)]
+        if len(finite) < len(values):
+            words = f"a reward gave log_metric({name!r}) a value that is not finite, which counts in no mean"
+            warn(words, words)
+        self._logged.setdefault(f"logged/{as_label(name)}", []).extend(finite)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what happened since this was last asked, under the names of metrics."""
+        fresh, self._fresh = self._fresh, {}
+        logged, self._logged = self._logged, {}
+        shares = {f"reward_failed/{as_label(label)}": sum(failed) / len(failed) for label, failed in fresh.items()}
+        return shares | {name: sum(values) / len(values) for name, values in logged.items() if values}
+
+    def failing(self) -> Mapping[str, RewardFailures]:
+        """Return the components that have failed at all."""
+        return {label: counts for label, counts in self.components.items() if counts.failed}
