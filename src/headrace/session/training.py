@@ -230,6 +230,7 @@ async def _run(
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
+            world.send_signs_to(partial(_tell, controller))
             world.send_recoveries_to(controller.recovers)
             pulse = group.create_task(_pulse(controller, world, watchers.watching))
             with _stopped_by_ctrl_c(controller, watchers.interrupts), settled_heap(YOUNG):
@@ -249,6 +250,14 @@ async def _run(
 def _warn(controller: Controller, text: str) -> None:
     """What the scoring workers have to say; deaths of one kind differ in their pid."""
     controller.state.warn(text, kind=text.partition(" (")[0])
+
+
+def _tell(controller: Controller, text: str, *, kind: str = "") -> None:
+    """What is found of processes that do not go on, each time, and what goes on again."""
+    if kind:
+        controller.state.warn(text, kind=kind, always=True)
+    else:
+        controller.state.event(text)
 
 
 def _tell_who_waited(controller: Controller, cause: BaseException) -> None:

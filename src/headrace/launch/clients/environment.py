@@ -298,9 +298,9 @@ class EnvPool:
             return
         if len(suspects) > 1:
             self._warn(
-                f"episodes were in a second environment worker that died ({len(suspects)} of them; {cause}): they begin "
-                "again by halves, in workers of their own, until the one that ends its worker is found; that takes up "
-                "to as many deaths as there are halvings, and the other episodes go on meanwhile"
+                f"episodes were in a second environment worker that died ({len(suspects)} of them; {cause}): they "
+                "begin again by halves, in workers of their own, until the one that ends its worker is found, after "
+                f"{(len(suspects) - 1).bit_length()} more deaths; the other episodes go on meanwhile"
             )
         assert self._helpers is not None
         for trial in divide(suspects):
@@ -315,18 +315,18 @@ class EnvPool:
         async with self._trials:
             while not trial.ended.is_set():
                 place = Place(await self._some_crew())
-                try:
-                    shift = await self._begin(place)
-                except Gone:
-                    continue
-                try:
-                    await shift.settled.wait()
-                    if not place.up:
-                        continue  # it has died before there was an episode in it
-                    trial.worker.set_result(shift)
-                    await trial.ended.wait()
-                finally:
-                    await shift.replace()
+                with contextlib.suppress(Gone):
+                    await self._serve_trial(trial, place, await self._begin(place))
+
+    async def _serve_trial(self, trial: Trial, place: Place, shift: Shift) -> None:
+        """Until its episodes need no worker any more, or this one has died before there was an episode in it."""
+        try:
+            await shift.settled.wait()
+            if place.up:
+                trial.worker.set_result(shift)
+                await trial.ended.wait()
+        finally:
+            await shift.replace()
 
     async def _in_trial(self, attempt: Attempt, trial: Trial) -> EpisodeDone | Lost:
         """One suspected episode, with the others of its half; what kills its worker alone has failed."""
@@ -448,6 +448,10 @@ class EnvPool:
                 return
             quiet_looks = 0 if shift.was_heard else quiet_looks + 1
             shift.was_heard = False
+        if halted := await shift.worker.halted():
+            self._warn(f"an environment worker {halted}: it is replaced, and its episodes begin again")
+            await asyncio.shield(shift.replace())
+            return
         self._warn("an environment worker has fallen silent: it is replaced")
         await shift.worker.kill()
 
