@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from headrace.scoring import Scores
+from tests.launch.test_joining import until
 from tests.launch.test_scorer_pool import DEEDS
 from tests.launch.workers import crew, task
 
@@ -43,11 +44,9 @@ def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_
     async def main() -> None:
         async with crew(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
             waiting = group.create_task(at.pool.score(task(), ("together here",)))
-            while not (tmp_path / "here").exists():
-                await asyncio.sleep(0.02)
+            await until((tmp_path / "here").exists)
             stop(at.children[0].working_pid)
-            while not at.warnings:
-                await asyncio.sleep(0.02)
+            await until(lambda: bool(at.warnings))
             (tmp_path / "come").touch()
             assert await waiting == ONE
             assert "its calls are made again, for its process" in at.warnings[0]

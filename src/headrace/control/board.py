@@ -126,14 +126,17 @@ class Board:
         ``standing``: the processes that do not go on. While one is stopped from outside, the watch waits
         :data:`PATIENCE` times as long.
         """
-        beats = pulse()
+        beats, held = pulse(), False
         while True:
             if pulse() != beats:
                 beats = pulse()
                 self.progress()
-            still_s = self._clock.now() - self._moved_at
             found = standing()
-            allowed_s = timeout_s * (PATIENCE if any(each.stopped for each in found) else 1)
+            was_held, held = held, any(each.stopped for each in found)
+            if was_held and not held:  # it goes on, or was replaced
+                self.progress()
+            still_s = self._clock.now() - self._moved_at
+            allowed_s = timeout_s * (PATIENCE if held else 1)
             if still_s >= allowed_s:
                 raise StallError(
                     f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}"

@@ -32,7 +32,8 @@ class RunSection(Section):
     eval_temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of evaluations; unset: that of training; 0: the most likely token."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """The run ends, saying who waits for whom, when nothing has moved for this long."""
+    """The run ends, saying who waits for whom, when nothing has moved for this long; while a process of it is stopped
+    by a signal or a debugger, 12 times as long. What does not go on is told by name before this has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,8 @@ class LocalProcess:
         return computed_s(self.working_pid)
 
     async def halted(self) -> str:
-        return (await off_loop(halted_below, [self.pid])).get(self.pid, "")
+        found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        return found.get(self.working_pid) or found.get(self.pid, "")
 
     def ending(self) -> str:
         assert self.returncode is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,8 +28,10 @@ from headrace.launch.here import halted_below
 
 LOOK_S = 1.0
 """How often the processes are looked at, at most."""
+LATEST_LOOK_S = 5.0
+"""The same, at least; or an eighth of ``run.stall_timeout_s``, where that is less."""
 LOOK_SHARE = 0.02
-"""Looking takes at most this share of the time: a machine may have thousands of processes."""
+"""Within these bounds looking takes at most this share of the time: a machine may have thousands of processes."""
 FAR_LOOK_S = 5.0
 """How often those of other machines are looked at, each by a message."""
 STOPPED_S = 3.0
@@ -120,32 +122,34 @@ class Vitals:
             await self._see_stopped(children)
             await self._see_work([child for child in children if isinstance(child.peer, RankClient)])
             took_s = self.clock.now() - begun_s
-            await asyncio.sleep(max(min(LOOK_S, self.timeout_s / 4), took_s / LOOK_SHARE))
+            latest_s = min(LATEST_LOOK_S, self.timeout_s / 8)
+            await asyncio.sleep(min(max(LOOK_S, took_s / LOOK_SHARE), latest_s))
 
     # -- stopped ----------------------------------------------------------------------------------------------------
 
     async def _see_stopped(self, children: Sequence[Child]) -> None:
-        near = {(child.role, child.pid): child for child in children if not child.node}
-        pids = {name: pid for name, pid in self.others().items() if pid}
-        halted = await off_loop(halted_below, [pid for _, pid in (*near, *pids.items())])
-        found = {who: halted[who[1]] for who in (*near, *pids.items()) if who[1] in halted}
-        for who, child in near.items():
-            child.peer.halted = found.get(who, "")
+        near = [child for child in children if not child.node]
+        others = self.others()
+        halted = await off_loop(_halted, near, others.values())
+        for child in near:
+            child.peer.halted = halted.get(child.working_pid) or halted.get(child.pid, "")
+        found = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
         far = [child for child in children if child.node]
         if far and self.clock.now() - self._far_s >= FAR_LOOK_S:
             self._far_s = self.clock.now()
             for child, words in zip(far, await asyncio.gather(*(child.halted() for child in far)), strict=True):
                 child.peer.halted = words
-        found |= {(child.role, child.pid): child.peer.halted for child in far if child.peer.halted}
-        self._note(found)
+        found |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
+        self._note(found, {*((child.role, child.pid) for child in children), *others.items()})
 
-    def _note(self, found: dict[tuple[str, int], str]) -> None:
+    def _note(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
         now_s = self.clock.now()
         for (name, pid), case in list(self._cases.items()):
             if (name, pid) not in found:
                 del self._cases[name, pid]
                 if case.told:
-                    self.tell(f"{name} (pid {pid}) is not stopped any more, after {now_s - case.since_s:.0f} s")
+                    now = "goes on" if (name, pid) in alive else "has ended"
+                    self.tell(f"{name} (pid {pid}) was stopped for {now_s - case.since_s:.0f} s, and {now}")
         for who, words in found.items():
             case = self._cases.setdefault(who, _Case(words=words, since_s=now_s))
             if not case.told and now_s - case.since_s >= min(STOPPED_S, SHARE * self.timeout_s):
@@ -236,6 +240,11 @@ class Vitals:
                 f"{child.role} (pid {child.pid}) goes on: {work.told} took {self.clock.now() - work.unit_s:.0f} s"
             )
         work.told = work.stands = ""
+
+
+def _halted(near: Sequence[Child], others: Collection[int]) -> dict[int, str]:
+    """What keeps processes of this machine from going on, by pid."""
+    return halted_below([*others, *(pid for child in near for pid in (child.pid, child.working_pid))])
 
 
 def _state(child: Child) -> str:
