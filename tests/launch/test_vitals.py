@@ -185,6 +185,32 @@ def test_a_learner_whose_heartbeat_is_missing_while_it_owes_an_answer_is_told_of
     run_virtual(main())
 
 
+def test_time_in_which_the_controller_itself_was_stopped_counts_against_no_learner() -> None:
+    class Jumping(VirtualClock):
+        """A clock that ran on while this process did not."""
+
+        ahead_s = 0.0
+
+        def now(self) -> float:
+            return super().now() + self.ahead_s
+
+    async def main() -> None:
+        rank = Rank("learner", usual_s=100.0)
+        at = Watched(rank)
+        at.vitals.clock = clock = Jumping()
+        await at.during(3, lambda _: rank.beats())
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(at.vitals.watch())
+            await asyncio.sleep(0.5)
+            clock.ahead_s = 100.0
+            await asyncio.sleep(3.0)
+            watching.cancel()
+        assert at.told == []
+        assert at.vitals.standing() == []
+
+    run_virtual(main())
+
+
 @contextmanager
 def running(*program: str) -> Iterator[int]:
     process = subprocess.Popen(program)

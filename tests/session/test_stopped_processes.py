@@ -142,7 +142,7 @@ def test_a_process_of_each_kind_may_stand_still_for_100_seconds(tmp_path: Path, 
     sections: dict[str, Any] = {"run": {"dir": "run", "steps": ENDLESS, "stall_timeout_s": 15.0}}
     overrides: list[str] = []
     if what == "learner-1":
-        overrides = ["--set", "learner.parallel.fsdp=2"]
+        overrides = ["--set", "learner.parallel.data=2"]
     if what == "teacher-other":
         chat_model(tmp_path / "other", hidden_size=48)
         teachers = f"[{{kind='model', path='{tmp_path / 'other'}', engine={{name='other'}}}}]"

@@ -21,7 +21,7 @@ from typing import Protocol
 import psutil
 
 from headrace.clock import Clock, off_loop
-from headrace.control.board import Standstill
+from headrace.control.board import OWN_STANDSTILL_S, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
 from headrace.launch.here import halted_below
@@ -122,15 +122,28 @@ class Vitals:
             await self._see_stopped(children)
             await self._see_work([child for child in children if isinstance(child.peer, RankClient)])
             took_s = self.clock.now() - begun_s
-            latest_s = min(LATEST_LOOK_S, self.timeout_s / 8)
-            await asyncio.sleep(min(max(LOOK_S, took_s / LOOK_SHARE), latest_s))
+            nap_s = min(max(LOOK_S, took_s / LOOK_SHARE), LATEST_LOOK_S, self.timeout_s / 8)
+            asleep_s = self.clock.now()
+            await asyncio.sleep(nap_s)
+            late_s = self.clock.now() - asleep_s - nap_s
+            if late_s > OWN_STANDSTILL_S:  # nobody was heard meanwhile
+                self._forgive(late_s)
+
+    def _forgive(self, late_s: float) -> None:
+        """This process itself stood still for that long: it counts against nobody."""
+        for child, work in self._works.items():
+            assert isinstance(child.peer, RankClient)
+            child.peer.heard_s += late_s
+            work.looked_s, work.unit_s, work.sign_s = (
+                at_s + late_s for at_s in (work.looked_s, work.unit_s, work.sign_s)
+            )
 
     # -- stopped ----------------------------------------------------------------------------------------------------
 
     async def _see_stopped(self, children: Sequence[Child]) -> None:
         near = [child for child in children if not child.node]
         others = self.others()
-        halted = await off_loop(_halted, near, others.values())
+        halted = await off_loop(_halted, near, others.values()) if near or others else {}
         for child in near:
             child.peer.halted = halted.get(child.working_pid) or halted.get(child.pid, "")
         found = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
