@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headrace.clock import VirtualClock, run_virtual
-from headrace.control.board import Board, LoopContract
+from headrace.control.board import Board, LoopContract, Standstill
 from headrace.errors import StallError
 
 CONTRACTS = tuple(
@@ -98,5 +98,45 @@ def test_anything_that_moves_keeps_the_watch_quiet(kind: str) -> None:
             watch = group.create_task(board.watch(10.0))
             await move()
             watch.cancel()
+
+    run_virtual(main())
+
+
+def test_time_in_which_the_controller_itself_was_stopped_is_no_stall() -> None:
+    class Jumping(VirtualClock):
+        """A clock that ran on while this process did not."""
+
+        ahead_s = 0.0
+
+        def now(self) -> float:
+            return super().now() + self.ahead_s
+
+    async def main() -> None:
+        clock = Jumping()
+        board = Board(CONTRACTS, clock)
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(board.watch(10.0))
+            await asyncio.sleep(5.5)
+            clock.ahead_s = 100.0
+            await asyncio.sleep(3.0)
+            assert not watching.done()
+            board.progress()
+            await asyncio.sleep(9.0)
+            watching.cancel()
+
+    run_virtual(main())
+
+
+def test_a_process_that_was_stopped_and_replaced_leaves_the_others_the_whole_timeout() -> None:
+    async def main() -> None:
+        stopped = [Standstill(words="environment-0 (pid 7) is stopped", stopped=True)]
+        board = Board(CONTRACTS, VirtualClock())
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(board.watch(10.0, standing=lambda: stopped))
+            await asyncio.sleep(30.0)
+            stopped.clear()
+            await asyncio.sleep(9.0)
+            assert not watching.done()
+            watching.cancel()
 
     run_virtual(main())

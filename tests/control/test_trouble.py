@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.control import Parts
+from headrace.control.board import Standstill
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import (
     ComponentDied,
@@ -94,11 +95,43 @@ STALLS: dict[str, tuple[dict[str, Callable[[], object]], list[str]]] = {
 }
 
 
-def test_learner_that_never_answers_is_named_though_a_step_may_take_long(tmp_path: Path) -> None:
+def test_learner_that_gives_no_sign_of_work_is_named_within_the_stall_timeout(tmp_path: Path) -> None:
     error = cause_of(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, learner=StuckLearner))
     assert isinstance(error, StallError)
-    for said in ("step 2 has been owed by the learner for 86400 s", "learner  busy", "run.stall_timeout_s"):
+    for said in ("step 2 has been owed by the learner for 21 s", "learner  busy", "run.stall_timeout_s"):
         assert said in str(error)
+
+
+def test_run_waits_for_a_process_that_is_stopped_and_goes_on_with_it(tmp_path: Path) -> None:
+    stopped = [Standstill(words="learner (pid 7) is stopped (SIGSTOP)", stopped=True)]
+
+    class StoppedLearner(FakeLearner):
+        """Is stopped by a signal for 100 s."""
+
+        async def train(self, batch: Batch) -> StepReport:
+            if batch.step == 2:
+                self._standing = stopped
+                await asyncio.sleep(self.halt_s)
+                self._standing = []
+            return await super().train(batch)
+
+        halt_s = 100.0
+        _standing: Sequence[Standstill] = ()
+
+    class StoppedForGood(StoppedLearner):
+        halt_s = 1e9
+
+    def with_standing(parts: Parts) -> Parts:
+        learner = parts.learner
+        assert isinstance(learner, StoppedLearner)
+        return replace(parts, standing=lambda: learner._standing)
+
+    plan = Plan(run_dir=tmp_path, steps=4, run={"stall_timeout_s": 15.0}, parts=with_standing)
+    error = cause_of(replace(plan, learner=StoppedForGood))
+    assert isinstance(error, StallError)
+    for said in ("nothing has moved for 180 s", "learner (pid 7) is stopped (SIGSTOP)"):
+        assert said in str(error)
+    assert live(replace(plan, learner=StoppedLearner)).summary.status == "finished"
 
 
 def test_step_that_takes_longer_than_the_watchdog_waits_is_no_stall(tmp_path: Path) -> None:

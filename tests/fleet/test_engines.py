@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.clock import VirtualClock, run_virtual
-from headrace.errors import ComponentDied, ConfigError, EngineUnfit, HeadraceError
+from headrace.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
 from headrace.launch.engines import AFTERGLOW_S, Engines, EngineTerms, engine_names
@@ -52,6 +52,7 @@ class Process:
         self.role, self.pid = role, pid
         self.peer = EngineClient(role, Quiet(), token="t", on_spans=lambda _: None, deadline_s=60.0)
         self.closed = False
+        self.killed = False
         self._facts = {"weights_address": address}
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -59,6 +60,7 @@ class Process:
         self.peer.ready.set_result(Ready(token="t", pid=self.pid, facts=self._facts))
 
     def die(self, how: str = "SIGKILL") -> None:
+        self.killed = how.startswith("SIG")
         self._ended.set_result(f"{self.role} (pid {self.pid}) was killed by {how}\n    its last line")
 
     async def died(self) -> str:
@@ -188,6 +190,40 @@ def test_first_start_that_fails_is_told_in_the_words_of_the_engine() -> None:
         await settle()
 
     assert "the cache does not fit" in ends_with({"names": ("engine",)}, play).problem
+
+
+def test_engine_that_is_killed_while_a_life_is_starting_is_started_again() -> None:
+    async def main() -> None:
+        stage = Stage(("engine",), restarts=2)
+        await stage.engines.start()
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.engines.run())
+            await asyncio.sleep(25.0)
+            stage.now("engine").die()
+            await asyncio.sleep(25.0)  # of the start timeout of the second, not of the first
+            stage.now("engine").ready()
+            await stage.engines.fleet.complete()
+            running.cancel()
+        assert stage.engines.restarts == {"engine": 1}
+
+    run_virtual(main())
+
+
+def test_engine_that_ends_by_itself_while_a_life_is_starting_ends_the_run() -> None:
+    async def play(stage: Stage) -> None:
+        stage.now("engine").die("its own hand")
+        await settle()
+
+    assert isinstance(ends_with({"names": ("engine",), "restarts": 2}, play), ComponentDied)
+
+
+def test_first_start_that_takes_too_long_ends_the_run() -> None:
+    async def play(_: Stage) -> None:
+        await asyncio.sleep(100.0)
+
+    cause = ends_with({"names": ("engine",), "restarts": 2}, play)
+    assert isinstance(cause, DeadlineError)
+    assert cause.problem == "engine did not start within 30 s"
 
 
 def test_engine_that_starting_again_would_not_mend_ends_the_run_in_its_words() -> None:

@@ -53,6 +53,16 @@ def status(
         out.print(f"cause: {readable(seen['cause'])}")
 
 
+def _state(pid: int, told: str) -> str:
+    """The state of a process of this machine, of which the run told another: it may have ended, and a controller that
+    is stopped tells nothing."""
+    try:
+        stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return "ended"
+    return f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)" if stopped else told
+
+
 def look(run_dir: Path) -> dict[str, Any]:
     """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
 
@@ -70,7 +80,7 @@ def look(run_dir: Path) -> dict[str, Any]:
         {
             "role": part.role,
             "pid": part.pid,
-            "state": part.state if part.node or psutil.pid_exists(part.pid) else "ended",
+            "state": part.state if part.node else _state(part.pid, part.state),
             "version": part.version,
             "device": part.device,
             "restarts": part.restarts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -12,9 +12,11 @@ from headrace.clock import Clock
 from headrace.errors import StallError
 from headrace.types.observation import Wait
 
-LEARNER_MAY_TAKE_S = 24 * 3600.0
-"""How long one answer of the learner may take: a step takes as long as it takes, and the death of its process is told
-at once."""
+PATIENCE = 12
+"""How many times as long as otherwise the watch waits while a process of the run is known to be stopped by a signal or
+a debugger: whoever stopped it may let it go on."""
+OWN_STANDSTILL_S = 2.0
+"""A look of the watch that comes later than this says that the controller itself stood still: that time is nobody's."""
 MIN_SLEEP_S = 1e-3
 """Less would not move a clock on for certain."""
 
@@ -30,12 +32,21 @@ class LoopContract:
     unblocked_by: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standstill:
+    """A process of the run that does not go on."""
+
+    words: str
+    """Which one, why and for how long."""
+    stopped: bool
+    """Whether a signal or a debugger has stopped it, so that it may go on at any time."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Ask:
     what: str
     of: str
     since: float
-    may_take_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,13 +90,10 @@ class Board:
         self._moved_at = row.since
 
     @contextmanager
-    def asking(self, loop: str, what: str, *, of: str, may_take_s: float = 0.0) -> Iterator[None]:
-        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on.
-
-        For ``may_take_s`` it is no stall, however little else moves: it is known that somebody works on it.
-        """
+    def asking(self, loop: str, what: str, *, of: str) -> Iterator[None]:
+        """Within this, a task of ``loop`` waits for ``what``, which ``of`` owes it; the loop itself goes on."""
         asks, number = self._rows[loop].asks, next(self._ask_numbers)
-        asks[number] = _Ask(what=what, of=of, since=self._clock.now(), may_take_s=may_take_s)
+        asks[number] = _Ask(what=what, of=of, since=self._clock.now())
         try:
             yield
         finally:
@@ -106,31 +114,43 @@ class Board:
             for name, row in self._rows.items()
         )
 
-    async def watch(self, timeout_s: float, pulse: Callable[[], int] = lambda: 0) -> None:
+    async def watch(
+        self,
+        timeout_s: float,
+        pulse: Callable[[], int] = lambda: 0,
+        standing: Callable[[], Sequence[Standstill]] = tuple,
+    ) -> None:
         """Raise :class:`~headrace.errors.StallError` when nothing has moved for ``timeout_s``.
 
         ``pulse`` counts what a part does that tells nobody, an engine's steps for one: where it grows, something moves.
+        ``standing``: the processes that do not go on. While one is stopped from outside, the watch waits
+        :data:`PATIENCE` times as long.
         """
-        beats = pulse()
+        beats, held = pulse(), False
         while True:
             if pulse() != beats:
                 beats = pulse()
                 self.progress()
+            found = standing()
+            was_held, held = held, any(each.stopped for each in found)
+            if was_held and not held:  # it goes on, or was replaced
+                self.progress()
             still_s = self._clock.now() - self._moved_at
-            if still_s >= timeout_s and not self._may_take_longer():
+            allowed_s = timeout_s * (PATIENCE if held else 1)
+            if still_s >= allowed_s:
                 raise StallError(
-                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}\n"
-                    f"{self.in_words()}",
+                    f"nothing has moved for {still_s:.0f} s (run.stall_timeout_s={timeout_s:g}){self._owing()}"
+                    f"{''.join(f'; {each.words}' for each in found)}\n{self.in_words()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
                 )
-            left_s = timeout_s - still_s
-            await asyncio.sleep(min(1.0, max(left_s, MIN_SLEEP_S)) if left_s > 0 else 1.0)
-
-    def _may_take_longer(self) -> bool:
-        """Whether somebody is at work who may take longer than the watch waits."""
-        now = self._clock.now()
-        return any(now - ask.since < ask.may_take_s for row in self._rows.values() for ask in row.asks.values())
+            left_s = allowed_s - still_s
+            nap_s = min(1.0, max(left_s, MIN_SLEEP_S))
+            looked_s = self._clock.now()
+            await asyncio.sleep(nap_s)
+            late_s = self._clock.now() - looked_s - nap_s
+            if late_s > OWN_STANDSTILL_S:
+                self._moved_at += late_s
 
     def _owing(self) -> str:
         """Who has owed an answer for longest, in words; empty where nobody owes one."""

@@ -38,7 +38,8 @@ class RunSection(Section):
     with ``model.deterministic``. To be set where the engine rounds more than the run file says, such as a quantised
     server that runs already."""
     stall_timeout_s: float = Field(default=300.0, gt=0)
-    """The run ends, saying who waits for whom, when nothing has moved for this long."""
+    """The run ends, saying who waits for whom, when nothing has moved for this long; while a process of it is stopped
+    by a signal or a debugger, 12 times as long. What does not go on is told by name before this has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

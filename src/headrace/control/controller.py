@@ -110,9 +110,8 @@ class Controller:
     async def run(self, start: StartingPoint) -> Summary:
         """The whole run, watched; :meth:`summary` tells what was reached where it raises."""
         async with asyncio.TaskGroup() as group:
-            watchdog = group.create_task(
-                self.state.board.watch(self.state.run.stall_timeout_s, self.state.parts.num_steps)
-            )
+            parts, timeout_s = self.state.parts, self.state.run.stall_timeout_s
+            watchdog = group.create_task(self.state.board.watch(timeout_s, parts.num_steps, parts.standing))
             try:
                 summary = await self._run(start)
             finally:

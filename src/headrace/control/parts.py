@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.clock import Clock
+from headrace.control.board import Standstill
 from headrace.control.teaching import Teachers
 from headrace.engine import Crew, Engine
 from headrace.env import Environment
@@ -51,10 +52,14 @@ class Serving:
     """Where the segments of a turn begin that process rewards grade, the first aside; ``None``: they grade turns."""
     episode_retries: int = 0
     """How often an episode whose environment failed is attempted again."""
+    signs: Callable[[], int] = lambda: 0
+    """Signs of work of processes that tell nobody else of it: while their number grows, something moves."""
+    standing: Callable[[], Sequence[Standstill]] = tuple
+    """Processes that do not go on."""
 
     def num_steps(self) -> int:
-        """Steps of all engines: while it grows, answers are on their way."""
-        return sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
+        """Steps of all engines, and signs of work of the learner: while it grows, answers are on their way."""
+        return self.signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

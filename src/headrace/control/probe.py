@@ -8,7 +8,7 @@ from itertools import cycle
 import msgspec
 import numpy as np
 
-from headrace.control.board import LEARNER_MAY_TAKE_S, Board
+from headrace.control.board import Board
 from headrace.control.parts import Parts
 from headrace.env import SingleTurn
 from headrace.errors import RunError
@@ -84,7 +84,7 @@ async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed
     if not samples:
         return None
     batch = Batch.collate(version, samples, agents)
-    with board.asking("learner", "logprobs to compare", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
+    with board.asking("learner", "logprobs to compare", of="the learner"):
         logprobs_N = await parts.learner.logprobs(batch)
     return _compared(batch, logprobs_N)
 

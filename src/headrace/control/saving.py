@@ -9,7 +9,6 @@ from pathlib import Path
 from headrace import checkpoint
 from headrace.checkpoint import SnapshotState
 from headrace.clock import off_loop
-from headrace.control.board import LEARNER_MAY_TAKE_S
 from headrace.control.memory import ControllerMemory
 from headrace.control.state import RunState
 
@@ -55,9 +54,7 @@ class Saver:
         state.board.working("learner", f"snapshot of step {saving.step}")
         start_s = state.parts.clock.now()
         try:
-            with state.board.asking(
-                "learner", f"the snapshot of step {saving.step}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S
-            ):
+            with state.board.asking("learner", f"the snapshot of step {saving.step}", of="the learner"):
                 await saving.written
             state.tally.learner_busy_s += state.parts.clock.now() - start_s
             memory = self._memory()  # the ledger below knows of all that it holds

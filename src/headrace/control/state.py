@@ -187,16 +187,19 @@ class RunState:
         """Tell the observers."""
         self.observers.event(Event(wall_s=self.wall_s, text=text))
 
-    def warn(self, text: str, *, kind: str = "") -> None:
+    def warn(self, text: str, *, kind: str = "", always: bool = False) -> None:
         """Tell the observers, and keep it for the summary. Of one ``kind`` (unset: these words) the first is told, the
-        others are counted."""
+        others are counted; with ``always`` each is told."""
         kind = kind or text
         if kind not in self.warned and len(self.warned) >= MAX_WARNINGS:
             kind = text = "there were more warnings than are kept"
-        if kind in self.warned:
+        known = kind in self.warned
+        if known:
             self.warned[kind].times += 1
+        else:
+            self.warned[kind] = Warned(text=text)
+        if known and not always:
             return
-        self.warned[kind] = Warned(text=text)
         self.observers.event(Event(wall_s=self.wall_s, text=text, level="warning"))
 
     @property

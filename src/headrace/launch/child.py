@@ -19,6 +19,7 @@ from typing import Protocol
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
+from headrace.launch.forking import UNTOLD
 from headrace.launch.hosts import LOST, SPOKE
 from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
 from headrace.types.trace import Span
@@ -100,6 +101,11 @@ class Process(Protocol):
         """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         ...
 
+    async def halted(self) -> str:
+        """What keeps it, or a process that it has started, from going on, in words that follow its name, as in ``is
+        stopped (SIGSTOP)``; empty where nothing does, or nobody can tell."""
+        ...
+
     def ending(self) -> str:
         """How it ended, in words that follow its name."""
         ...
@@ -168,11 +174,23 @@ class Child:
         """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         return await self._process.computed_s()
 
+    async def halted(self) -> str:
+        """See :meth:`Process.halted`."""
+        return await self._process.halted()
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal has ended it, or nobody can tell how it has ended: then it said nothing about itself."""
+        code = self._process.returncode
+        return code is not None and (code < 0 or code == UNTOLD)
+
     @property
     def state(self) -> str:
-        """``starting``, ``ready`` or ``ended``."""
+        """``starting``, ``ready``, ``ended``, or what keeps it from going on: ``stopped (SIGSTOP)``."""
         if self._process.returncode is not None:
             return "ended"
+        if self.peer.halted:
+            return self.peer.halted.removeprefix("is ")
         return "ready" if self.peer.ready.done() else "starting"
 
     @property

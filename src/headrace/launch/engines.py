@@ -5,8 +5,9 @@
       └─────────── within launch.engine_restarts ───────────────────────────┘ beyond: the run ends, resumable
 
 The sequences of a dead engine go on elsewhere, or wait for it, and the learner notices nothing. A first start that
-fails is no accident: it ends the run with what the engine said. One that lives, and that new weights do not reach, is
-left alone: it ends its sequences, and serves again when a later version has reached it.
+fails with a word is no accident: it ends the run with what the engine said. One that a signal has ended meanwhile said
+nothing, and is started again as later. One that lives, and that new weights do not reach, is left alone: it ends its
+sequences, and serves again when a later version has reached it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from headrace.clock import Clock
 from headrace.engine.fleet import Fleet
-from headrace.errors import ComponentDied, EngineUnfit
+from headrace.errors import ComponentDied, DeadlineError, EngineUnfit
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
 from headrace.types.observation import Recovery
@@ -42,7 +43,7 @@ class EngineTerms:
     restarts: int
     """How many may be started again within :data:`WITHIN_S`; 0: the first death ends the run."""
     start_timeout_s: float
-    """Longest that one which is started again may take to be ready."""
+    """Longest that one may take to be ready."""
     silence_s: float
     """Longest that one with sequences may say nothing."""
     version: int = NOT_SAMPLED
@@ -136,8 +137,14 @@ class Engines:
         return self._why.pop(child.role, "") or cause
 
     async def _arrive(self, child: Child, absence: _Absence | None) -> None:
-        limit_s = None if absence is None else self._terms.start_timeout_s  # of first starts the launcher has its own
+        limit_s = self._terms.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
+        if not child.peer.ready.done() and absence is None:
+            halted = child.peer.halted and f"; it {child.peer.halted}"
+            raise DeadlineError(
+                f"{child.role} did not start within {limit_s:g} s{halted}",
+                remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
+            )
         if not child.peer.ready.done():
             self._condemn(child.role, f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s")
             return
@@ -181,7 +188,8 @@ class Engines:
         """Raises where it is not to be started again."""
         carried_over, now_s = self.fleet.leave(child.role), self._clock.now()
         words = child.peer.last_words
-        unready = absence is None and not child.peer.ready.done()
+        accident = words is None and child.killed
+        unready = absence is None and not child.peer.ready.done() and not accident
         if not self._terms.restarts or unready or isinstance(words, EngineUnfit):
             raise words or ComponentDied(cause, remedy=REMEDY)
         if len(self._deaths) == self._terms.restarts and now_s - self._deaths[0] < WITHIN_S:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
+from headrace.clock import off_loop
 from headrace.config.addresses import LOOPBACK
 from headrace.environ import child_environment, part_environment, shared_memory_root, write_token
 from headrace.errors import RunError
@@ -41,6 +42,13 @@ from headrace.types.messages import controller
 
 KEEPER_S = 2.0
 """How long whoever keeps a process may take to end it."""
+
+
+STOPPED = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP; kill -CONT {pid} lets it go on)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+}
+"""States in which the system gives a process no time, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +156,10 @@ class LocalProcess:
 
     async def computed_s(self) -> float:
         return computed_s(self.working_pid)
+
+    async def halted(self) -> str:
+        found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        return found.get(self.working_pid) or found.get(self.pid, "")
 
     def ending(self) -> str:
         assert self.returncode is not None
@@ -264,6 +276,26 @@ def computed_s(pid: int) -> float:
     except psutil.Error:  # it has just ended
         return 0.0
     return float(times.user + times.system)
+
+
+def halted_below(pids: Collection[int]) -> dict[int, str]:
+    """What keeps processes of this machine from going on: for each of ``pids`` that a signal or a debugger has stopped,
+    or below which it has stopped one that it started, that in words which follow its name."""
+    parents: dict[int, int] = {}
+    stopped: dict[int, str] = {}
+    for process in psutil.process_iter(["ppid", "status"]):
+        parents[process.pid] = process.info["ppid"]
+        if process.info["status"] in STOPPED:
+            stopped[process.pid] = process.info["status"]
+    found: dict[int, str] = {}
+    for pid in stopped:
+        above = pid
+        while above and above not in pids:
+            above = parents.get(above, 0)
+        if above and (above == pid or above not in found):
+            words = STOPPED[stopped[pid]].format(pid=pid)
+            found[above] = f"is {words}" if above == pid else f"has started process {pid}, which is {words}"
+    return found
 
 
 def exit_words(code: int) -> str:

@@ -38,6 +38,7 @@ from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.order import Order, World
 from headrace.launch.processes import Processes, premises
 from headrace.launch.starters import starting
+from headrace.launch.vitals import Vitals
 from headrace.models.load import read_config
 from headrace.rollout.agents import Agents
 from headrace.types.observation import Event, Recovery
@@ -62,9 +63,12 @@ async def local_world(order: Order) -> AsyncIterator[World]:
             await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
-        async with _watched(processes, serving, pool, envs, door):
+        vitals = _vitals(processes)
+        async with _watched(processes, serving, pool, envs, door, vitals=vitals):
             parts = Parts(
                 **_serving(order, engines, agents, pool, envs),
+                signs=lambda: vitals.num_signs,
+                standing=vitals.standing,
                 teachers=_teachers(order, teachers),
                 crew=engines.fleet,
                 learner=learner_client,
@@ -77,6 +81,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 parts=parts,
                 components=lambda: processes.components(_restarts(serving)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
+                send_signs_to=vitals.send_to,
                 send_recoveries_to=partial(_send_recoveries, serving),
                 facts=processes.facts,
             )
@@ -92,9 +97,10 @@ async def local_serving(order: Order, remote: RemoteEngine | None = None) -> Asy
         started = [*([engines] if remote is None else []), *agents.values()]
         for each in started:
             await each.start()
-        async with _watched(processes, started, pool, envs, door):
+        vitals = _vitals(processes)
+        async with _watched(processes, started, pool, envs, door, vitals=vitals):
             serving = _serving(order, engines, agents, pool, envs)
-            yield Serving(**(serving if remote is None else {**serving, "engine": remote}))
+            yield Serving(**(serving if remote is None else {**serving, "engine": remote}), standing=vitals.standing)
 
 
 @asynccontextmanager
@@ -120,22 +126,24 @@ async def _watched(
     pool: ScoringStage,
     envs: EnvPool | None,
     door: Door | None,
+    *,
+    vitals: Vitals,
 ) -> AsyncIterator[None]:
     """The body runs when every process is ready, and while all of them live."""
-    started = list(processes.children)
-    watched = [child for child in started if not isinstance(child.peer, EngineClient)]
+    watched = [child for child in processes.children if not isinstance(child.peer, EngineClient)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child.peer.listen()) for child in watched]
         ranks = [child for child in watched if child.role.startswith("learner")]
         others = [[child] for child in watched if child not in ranks]
         tasks += [group.create_task(_watch(part)) for part in (*others, ranks) if part]
         tasks += [group.create_task(each.run()) for each in engines] + [group.create_task(pool.run())]
+        tasks.append(group.create_task(vitals.watch()))
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
             if door is not None:
                 start = environment_start(processes.order.env)
                 tasks.append(group.create_task(door.admit(envs, start, processes.start_environment)))
-        await _all_ready(started, pool, processes.order.launch.start_timeout_s)
+        await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
             await _environments_ready(envs, processes.order)
         for each in engines:
@@ -143,6 +151,21 @@ async def _watched(
         yield
         for task in tasks:
             task.cancel()
+
+
+def _vitals(processes: Processes) -> Vitals:
+    order = processes.order
+
+    def tell(text: str, *, kind: str = "") -> None:
+        order.on_event(Event(wall_s=0.0, text=text, level="warning" if kind else "info"))
+
+    return Vitals(
+        children=lambda: processes.children,
+        timeout_s=order.stall_timeout_s,
+        clock=RealClock(),
+        tell=tell,
+        others=lambda: {} if order.forks is None or order.forks.lost else {"fork server": order.forks.pid},
+    )
 
 
 def _restarts(engines: Sequence[Engines]) -> Counter[str]:
@@ -260,6 +283,11 @@ async def _environments_ready(envs: EnvPool, order: Order) -> None:
         ) from None
 
 
+def _standing(children: list[Child]) -> str:
+    """What keeps those from going on that are stopped; empty where none is."""
+    return "".join(f"; {child.role} (pid {child.pid}) {child.peer.halted}" for child in children if child.peer.halted)
+
+
 async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
     try:
         async with asyncio.timeout(timeout_s):
@@ -269,6 +297,6 @@ async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float
     except TimeoutError:
         late = [child.role for child in children if not child.peer.ready.done()] or ["scorer"]
         raise DeadlineError(
-            f"{', '.join(late)} did not start within {timeout_s:g} s",
+            f"{', '.join(late)} did not start within {timeout_s:g} s{_standing(children)}",
             remedy="look at its log in the run directory; raise launch.start_timeout_s for a large model",
         ) from None

@@ -16,6 +16,7 @@ from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
 from headrace.launch.forking import ForkServer
 from headrace.launch.starts import Repeated
+from headrace.launch.vitals import Tell
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
@@ -79,6 +80,8 @@ class Order:
     """Told what the parts were busy with."""
     on_event: Callable[[Event], None]
     """Told what is worth a line."""
+    stall_timeout_s: float = 300.0
+    """``run.stall_timeout_s``: a process that does not go on is told of before it has passed."""
     branch_weight: float = 1.0
     """λ of ``flow.pivots``, where there are branches."""
     teachers: Mapping[str, TeacherOrder] = field(default_factory=dict)
@@ -119,6 +122,8 @@ class World:
     components: Callable[[], list[Component]]
     send_warnings_to: Callable[[Callable[[str], None]], None]
     """From now on the parts' warnings go there; before, they are events of the order without a time."""
+    send_signs_to: Callable[[Tell], None]
+    """From now on it is told there which process does not go on, and when it goes on again."""
     send_recoveries_to: Callable[[Callable[[Recovery], None]], None]
     """From now on whatever died and was started again is told there, when it dies and when it serves again."""
     facts: Callable[[], Facts]

@@ -22,7 +22,7 @@ from headrace.environ import num_cores, shared_memory_root
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, Errand, Site, Starter
-from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient
+from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.engines import Engines, EngineTerms, engine_names
 from headrace.launch.interleaving import interleaving_file
@@ -139,7 +139,7 @@ class Processes:
             name = f"{child.role}-{rank}"
             lending = self._lending(num_engines + rank, num_engines)
             other = msgspec.structs.replace(start, rank=rank, learner=self._learner_on(rank), lending=lending)
-            await self._start(name, other, num_threads, partial(self._peer, name))
+            await self._start(name, other, num_threads, partial(self._rank_client, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
 
@@ -249,8 +249,8 @@ class Processes:
         self.children.append(child)
         return child
 
-    def _peer(self, name: str, channel: ControllerChannel) -> Peer:
-        return Peer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+    def _rank_client(self, name: str, channel: ControllerChannel) -> RankClient:
+        return RankClient(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
         return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.algo.objective import Objective, usable
-from headrace.clock import Clock
+from headrace.clock import Clock, RealClock
 from headrace.errors import ConfigError, RunError
 from headrace.learner.companions.base import LearnerParts
 from headrace.learner.companions.registry import companions, refuse_unserved
@@ -43,6 +43,7 @@ from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.progress import Progress
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
 from headrace.learner.work import Gradient, Parts, Tally, Work
 from headrace.types.batch import Batch
@@ -65,6 +66,8 @@ class LearnerContext:
     model_dir: Path
     """Where the tokenizer's files are, which every snapshot gets a copy of."""
     clock: Clock
+    progress: Progress = field(default_factory=lambda: Progress(RealClock()))
+    """Told what the learner is at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ class LearnerCore:
             temperature=context.temperature,
             entropy_gradient="entropy" in objective.columns,
             ranks=self._ranks,
+            progress=context.progress,
         )
         self._optimizer = ShardOptimizer(model, config, self._ranks)
         own = {"model": model, "forward": self._forward, "optimizer": self._optimizer, "ranks": self._ranks}
@@ -271,7 +275,8 @@ class LearnerCore:
             for companion in self._companions:
                 companion.before_update()
             if lr > 0:  # at 0 even an update by 0 would turn −0.0 into 0.0
-                self._optimizer.step(lr)
+                with self._context.progress.at("update", f"the optimizer's update of step {self._step}"):
+                    self._optimizer.step(lr)
             self._optimizer.zero_grad()
             for companion in self._companions:
                 companion.after_update(self._step + 1)
@@ -293,7 +298,8 @@ class LearnerCore:
             start_s = self._context.clock.now()
             with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
                 undo.callback(self._forget)
-                work = companion.prepare(work)
+                with self._context.progress.at(companion.name, f"{companion.name} of step {self._step}"):
+                    work = companion.prepare(work)
                 undo.pop_all()
             self._ended(companion.name, start_s)
         return work
@@ -356,9 +362,12 @@ class LearnerCore:
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N)
         self._ended("pack", start_s)
-        for micro in packed:
-            self._backward_micro(work, micro, tally)
-            self._optimizer.collect()
+        for number, micro in enumerate(packed, 1):
+            with self._context.progress.at(
+                "micro-batch", f"micro-batch {number} of {len(packed)} of step {self._step}"
+            ):
+                self._backward_micro(work, micro, tally)
+                self._optimizer.collect()
 
     def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
         start_s = self._context.clock.now()

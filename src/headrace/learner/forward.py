@@ -12,7 +12,7 @@ carry loss, K entries of a distribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
+from headrace.clock import RealClock
 from headrace.errors import ModelError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
@@ -34,6 +35,7 @@ from headrace.learner.parallel.halves import ShardedLogprobs
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.view import View, view_of
 from headrace.learner.prefixes import siblings
+from headrace.learner.progress import Progress
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
@@ -81,8 +83,10 @@ class Forward:
         temperature: float,
         entropy_gradient: bool,
         ranks: AnyRanks | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._ranks = ranks or Alone(model.device)
+        self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
         self._share = config.share_prefixes if config.parallel.context == 1 else False
         self._offload = config.memory.offload_activations
@@ -164,7 +168,7 @@ class Forward:
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self.cut(batch, own_N):
+                for micro in self._told(self.cut(batch, own_N), "log-probabilities"):
                     own_M = own_N[micro.places_M]
                     logprobs_N[micro.places_M[own_M]] = self(batch, own_N, micro).log_pi_M.cpu().numpy()[own_M]
         return self._ranks.join_shares(torch.from_numpy(logprobs_N)).numpy()
@@ -176,12 +180,18 @@ class Forward:
         logs_NK = torch.zeros(batch.num_tokens, wanted.num)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
-                for micro in self.cut(batch, own_N):
+                for micro in self._told(self.cut(batch, own_N), "a teacher's entries"):
                     own_M = own_N[micro.places_M]
                     ids_MK, logs_MK = self._likeliest(batch, micro, own_M, wanted)
                     ids_NK[micro.places_M[own_M]] = ids_MK.cpu().to(ids_NK.dtype)[own_M]
                     logs_NK[micro.places_M[own_M]] = logs_MK.cpu().to(logs_NK.dtype)[own_M]
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
+
+    def _told(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
+        """The micro-batches one after the other; meanwhile each is what the learner is at."""
+        for number, micro in enumerate(packed, 1):
+            with self._progress.at(what, f"{what} of micro-batch {number} of {len(packed)}"):
+                yield micro
 
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, wanted: Likeliest) -> Iterator[Tensor]:
         view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)

@@ -218,7 +218,7 @@ async def watched(serving: Serving, run: RunSection, told: Told) -> list[list[fl
         told.on_tokens(tokens)
 
     async with asyncio.TaskGroup() as group:
-        watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps))
+        watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps, serving.standing))
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
             rewards = await evaluator.rewards(Told(on_tokens=arrived, warn=told.warn, keep=told.keep))
         watchdog.cancel()

@@ -38,6 +38,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         branch_weight=1.0 if config.flow.pivots is None else config.flow.pivots.weight,
         on_spans=observers.spans,
         on_event=observers.event,
+        stall_timeout_s=config.run.stall_timeout_s,
     )
 
 

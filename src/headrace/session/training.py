@@ -258,6 +258,7 @@ async def _run(
         async with local_world(order) as world, asyncio.TaskGroup() as group:
             controller = control(world)
             world.send_warnings_to(partial(_warn, controller))
+            world.send_signs_to(partial(_tell, controller))
             world.send_recoveries_to(controller.recovers)
             pulse = group.create_task(_pulse(controller, world, watchers))
             with _stopped_by_signals(controller, watchers.interrupts), settled_heap(YOUNG):
@@ -286,6 +287,14 @@ def _lost(held: Held) -> RunError | None:
 def _warn(controller: Controller, text: str) -> None:
     """What the scoring workers have to say; deaths of one kind differ in their pid."""
     controller.state.warn(text, kind=text.partition(" (")[0])
+
+
+def _tell(controller: Controller, text: str, *, kind: str = "") -> None:
+    """What is found of processes that do not go on, each time, and what goes on again."""
+    if kind:
+        controller.state.warn(text, kind=kind, always=True)
+    else:
+        controller.state.event(text)
 
 
 def _tell_who_waited(controller: Controller, cause: BaseException) -> None:

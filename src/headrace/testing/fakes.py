@@ -129,12 +129,20 @@ class FakeLearner:
         self._turn = asyncio.Lock()  # orders are carried out one after the other
         self.weights = "0" * 32
         self._slots: dict[int, str] = {}
+        self._busy_from_s: float | None = None
         self.batches: list[Batch] = []
+
+    def num_signs(self) -> int:
+        """Signs of work: one each second while it trains."""
+        begun_s = self._busy_from_s
+        return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
 
     async def train(self, batch: Batch) -> StepReport:
         seconds = batch.num_tokens * self._token_s
         async with self._turn:
+            self._busy_from_s = VirtualClock().now()
             await asyncio.sleep(seconds)
+            self._busy_from_s = None
             self._learn(batch)
         return StepReport(
             step=batch.step,
@@ -215,9 +223,11 @@ def fake_parts(
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
         for index in range(num_tasks)
     ]
+    learner = learner or FakeLearner()
     return Parts(
         engine=engine or FakeEngine(),
-        learner=learner or FakeLearner(),
+        learner=learner,
+        signs=learner.num_signs,
         scorer=scorer or FakeScorer(),
         env=SingleTurn(),
         clock=VirtualClock(),

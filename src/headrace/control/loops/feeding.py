@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from headrace.control.board import LEARNER_MAY_TAKE_S
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
 from headrace.control.seen import Seen, look_at
@@ -160,14 +159,12 @@ class Feeder:
                 )
 
     async def _train(self, batch: Batch) -> tuple[StepReport, float]:
-        with self._state.board.asking("learner", f"step {batch.step}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S):
+        with self._state.board.asking("learner", f"step {batch.step}", of="the learner"):
             report = await self._state.parts.learner.train(batch)
         return report, self._state.parts.clock.now()
 
     async def _snapshot(self, version: int, slot: int) -> Publication:
-        with self._state.board.asking(
-            "learner", f"a copy of version {version}", of="the learner", may_take_s=LEARNER_MAY_TAKE_S
-        ):
+        with self._state.board.asking("learner", f"a copy of version {version}", of="the learner"):
             return await self._state.parts.learner.snapshot(version, slot)
 
 

@@ -2,9 +2,19 @@
 
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.environment import EnvPool, EnvTerms
-from headrace.launch.clients.learner import LearnerClient
+from headrace.launch.clients.learner import LearnerClient, RankClient
 from headrace.launch.clients.scorer import ScorerPool, Terms
 from headrace.launch.clients.scoring import ScoringStage
 from headrace.launch.clients.shift import EnvPeer
 
-__all__ = ["EngineClient", "EnvPeer", "EnvPool", "EnvTerms", "LearnerClient", "ScorerPool", "ScoringStage", "Terms"]
+__all__ = [
+    "EngineClient",
+    "EnvPeer",
+    "EnvPool",
+    "EnvTerms",
+    "LearnerClient",
+    "RankClient",
+    "ScorerPool",
+    "ScoringStage",
+    "Terms",
+]

@@ -9,7 +9,9 @@ What becomes of the episodes of a worker:
 
     one of them kept its loop from turning ── it is ended, and the others begin again
     one of them does not end when it is given up ── the others end there, and no more come
-    it died, or fell silent ── any of them may be why: each begins again in a worker of its own, and fails if that dies
+    it died, or fell silent ── they begin again in the shared workers; those to which it happens a second time are tried
+    by halves, in workers of their own, until the one that kills its worker is alone with it and fails (trials.py)
+    its process was stopped by a signal ── it is ended, and they begin again
     its machine was lost ── they begin again elsewhere
 """
 
@@ -30,6 +32,7 @@ from headrace.errors import EnvError, EpisodeError
 from headrace.launch.clients.peer import Peer
 from headrace.launch.clients.scorer import Worker
 from headrace.launch.clients.shift import Crew, EnvPeer, Gone, Lost, Place, Room, Shift, Visit
+from headrace.launch.clients.trials import TRIALS, Trial, divide
 from headrace.types.messages.controller import EpisodeDone
 from headrace.types.messages.environment import Cancel, RunEpisode
 from headrace.types.task import Task
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0
 """How long an episode that nobody waits for any more may take to end."""
-SUSPECTS = 4
-"""Episodes that begin again at the same time in workers of their own."""
 MAX_IDLE_DEATHS = 8
 """Workers that may die one after the other without having had an episode."""
 LOOK_S = 0.5
@@ -67,6 +68,25 @@ Listening = Callable[[Callable[[str], None]], AbstractAsyncContextManager["Endpo
 """Opens the endpoint at which programs reach their episodes; its warnings go to the function."""
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One attempt at a task, in whichever workers it comes to."""
+
+    order: RunEpisode
+    episode: OpenEpisode
+    deaths: int = 0
+    """Workers that have died under it."""
+    trial: Trial | None = None
+    """Where it begins again, as a suspect; ``None``: in the shared workers."""
+
+    def lost(self, why: Lost, visit: Visit | None) -> Lost:
+        """Take note that a worker has ended under it, and return why."""
+        if why is Lost.DIED:
+            self.deaths += 1
+            self.trial = None if visit is None else visit.trial
+        return why
+
+
 class EnvPool:
     """The :class:`~headrace.env.Environment` contract over worker processes; with ``listening`` each episode can also
     be reached over HTTP, by the programs that it starts."""
@@ -89,7 +109,7 @@ class EnvPool:
         self._places: list[Place] = []
         self._came = asyncio.Condition()
         self._room = Room()
-        self._suspects = asyncio.Semaphore(SUSPECTS)
+        self._trials = asyncio.Semaphore(TRIALS)
         self._helpers: asyncio.TaskGroup | None = None
 
     @property
@@ -175,16 +195,16 @@ class EnvPool:
         Raises :class:`~headrace.errors.EpisodeError` by the reason for which the episode failed.
         """
         order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
-        async with self._room:
-            found = await self._visit(await self._free_shift(), order, episode)
-        while found is Lost.INNOCENT:
-            episode.begin_again()
-            async with self._room:
-                found = await self._visit(await self._free_shift(), order, episode)
-        if found is Lost.DIED:
-            async with self._suspects:
+        attempt = Attempt(order=order, episode=episode)
+        try:
+            found = await self._in_shared(attempt)
+            while found in (Lost.INNOCENT, Lost.DIED):
                 episode.begin_again()
-                found = await self._visit_alone(order, episode)
+                trial, attempt.trial = attempt.trial, None
+                found = await (self._in_shared(attempt) if trial is None else self._in_trial(attempt, trial))
+        finally:
+            if attempt.trial is not None:  # cancelled before it could begin there
+                attempt.trial.leave()
         if isinstance(found, Lost):
             raise EpisodeError(
                 f"its code kept the loop of its worker from turning for env.block_s={self._terms.block_s:g} s",
@@ -222,25 +242,32 @@ class EnvPool:
         assert place.shift is not None
         return place.shift
 
-    async def _visit(self, shift: Shift, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
+    async def _in_shared(self, attempt: Attempt) -> EpisodeDone | Lost:
+        """One episode in whichever of the shared workers has the fewest."""
+        async with self._room:
+            return await self._visit(await self._free_shift(), attempt)
+
+    async def _visit(self, shift: Shift, attempt: Attempt) -> EpisodeDone | Lost:
         """One episode in one worker, and in the programs that it starts: nobody asks in its name afterwards."""
         if self._endpoint is None:
-            return await self._in_worker(shift, order, episode)
-        async with self._endpoint.session(episode, shift.programs) as access:
-            found = await self._in_worker(shift, msgspec.structs.replace(order, variables=access.variables), episode)
+            return await self._in_worker(shift, attempt, attempt.order)
+        async with self._endpoint.session(attempt.episode, shift.programs) as access:
+            order = msgspec.structs.replace(attempt.order, variables=access.variables)
+            found = await self._in_worker(shift, attempt, order)
         if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:
             words = f"{found.problem} (a request of it had been refused: {access.last_refusal})"
             return msgspec.structs.replace(found, problem=words)
         return found
 
-    async def _in_worker(self, shift: Shift, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
+    async def _in_worker(self, shift: Shift, attempt: Attempt, order: RunEpisode) -> EpisodeDone | Lost:
         """Until the episode has ended there, or is lost. Where nobody waits for it any more, the worker ends it."""
         peer = shift.worker.peer
         call = peer.next_call()
         done = peer.expect(call, EpisodeDone)
+        visit: Visit | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                visit = Visit(episode, peer, group)
+                visit = Visit(attempt.episode, peer, group, deaths=attempt.deaths)
                 shift.come(call, visit)
                 peer.send(msgspec.structs.replace(order, call=call))
                 ended = await done
@@ -248,7 +275,7 @@ class EnvPool:
             return ended
         except asyncio.CancelledError:
             if done.cancelled() and not being_cancelled():
-                return shift.why_lost(call)
+                return attempt.lost(shift.why_lost(call), visit)
             self._give_up(shift, call)
             raise
         except BaseExceptionGroup as errors:  # of the answers: what goes wrong with the engine is not the episode's
@@ -259,32 +286,66 @@ class EnvPool:
         finally:
             shift.go(call)
             done.cancel()
+            if visit is not None and visit.trial not in (None, attempt.trial):  # cancelled as its worker died
+                visit.trial.leave()
 
-    async def _visit_alone(self, order: RunEpisode, episode: OpenEpisode) -> EpisodeDone | Lost:
-        """The same in a worker of its own."""
-        while True:
-            place = Place(await self._some_crew())
+    # -- trials -----------------------------------------------------------------------------------------------------
+
+    def _suspect(self, shift: Shift, cause: str) -> None:
+        """A worker has died: those of its episodes that were lost before are tried by halves."""
+        suspects = [visit for visit in shift.visits.values() if visit.deaths]
+        if not suspects:
+            return
+        if len(suspects) > 1:
+            self._warn(
+                f"episodes were in a second environment worker that died ({len(suspects)} of them; {cause}): they "
+                "begin again by halves, in workers of their own, until the one that ends its worker is found, after "
+                f"{(len(suspects) - 1).bit_length()} more deaths; the other episodes go on meanwhile"
+            )
+        assert self._helpers is not None
+        for trial in divide(suspects):
+            holding = self._hold(trial)
             try:
-                shift = await self._begin(place)
-            except Gone:
-                continue
-            try:
-                await shift.settled.wait()
-                if not place.up:
-                    continue  # it has died before there was an episode in it
-                found = await self._visit(shift, order, episode)
-                if found is Lost.INNOCENT:
-                    episode.begin_again()
-                    continue
-                if found is not Lost.DIED:
-                    return found
-                raise EpisodeError(
-                    f"the process that ran it died, alone too: {shift.cause}",
-                    remedy="look at logs/environment-*.log in the run directory",
-                    reason="env_crashed",
-                )
-            finally:
-                await shift.replace()
+                self._helpers.create_task(holding)
+            except RuntimeError:  # no task may begin any more: all workers are being ended
+                holding.close()
+
+    async def _hold(self, trial: Trial) -> None:
+        """Keep a worker for a trial, from when there is room for one more until no episode needs it."""
+        async with self._trials:
+            while not trial.ended.is_set():
+                place = Place(await self._some_crew())
+                with contextlib.suppress(Gone):
+                    await self._serve_trial(trial, place, await self._begin(place))
+
+    async def _serve_trial(self, trial: Trial, place: Place, shift: Shift) -> None:
+        """Until its episodes need no worker any more, or this one has died before there was an episode in it."""
+        try:
+            await shift.settled.wait()
+            if place.up:
+                trial.worker.set_result(shift)
+                await trial.ended.wait()
+        finally:
+            await shift.replace()
+
+    async def _in_trial(self, attempt: Attempt, trial: Trial) -> EpisodeDone | Lost:
+        """One suspected episode, with the others of its half; what kills its worker alone has failed."""
+        alone = trial.num_suspects == 1
+        try:
+            await asyncio.wait([trial.worker])  # unlike awaiting it, this cancels it for nobody
+            shift = trial.worker.result()
+            if shift.left.is_set():
+                return Lost.INNOCENT
+            found = await self._visit(shift, attempt)
+        finally:
+            trial.leave()
+        if found is Lost.DIED and alone:
+            raise EpisodeError(
+                f"the process that ran it died, alone too: {shift.cause}",
+                remedy="look at logs/environment-*.log in the run directory",
+                reason="env_crashed",
+            )
+        return found
 
     def _give_up(self, shift: Shift, call: int) -> None:
         """Have the worker end an episode, or end the worker."""
@@ -354,12 +415,15 @@ class EnvPool:
                 place.shift = None
             watching.cancel()
             listening.cancel()
+        shift.num_lost = len(shift.visits)
+        if not shift.replaced:
+            self._suspect(shift, shift.cause)
         worker.close()
         place.crew.shifts.discard(shift)
         shift.left.set()
         shift.settled.set()
         if not shift.replaced:  # where it had an episode, what that left behind may have killed it
-            self._count_death(place.crew, worker.peer, cause, was_idle=not shift.served)
+            self._count_death(place.crew, worker.peer, cause, shift)
 
     async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and episodes can run in its place, or it has died."""
@@ -384,17 +448,21 @@ class EnvPool:
                 return
             quiet_looks = 0 if shift.was_heard else quiet_looks + 1
             shift.was_heard = False
+        if halted := await shift.worker.halted():
+            self._warn(f"an environment worker {halted}: it is replaced, and its episodes begin again")
+            await asyncio.shield(shift.replace())
+            return
         self._warn("an environment worker has fallen silent: it is replaced")
         await shift.worker.kill()
 
-    def _count_death(self, crew: Crew, peer: Peer, cause: str, *, was_idle: bool) -> None:
+    def _count_death(self, crew: Crew, peer: Peer, cause: str, shift: Shift) -> None:
         if peer.last_words is not None:
             raise peer.last_words
-        crew.idle_deaths = crew.idle_deaths + 1 if was_idle else 0
+        crew.idle_deaths = 0 if shift.served else crew.idle_deaths + 1
         if crew.idle_deaths >= MAX_IDLE_DEATHS:
             raise EnvError(
                 f"{crew.idle_deaths} environment workers died without an episode, one after the other; the last: "
                 f"{cause}",
                 remedy=f"look at logs/{peer.name}.log in the run directory",
             )
-        self._warn(f"an environment worker died ({cause}); its episodes begin again")
+        self._warn(f"an environment worker died ({cause}); its {shift.num_lost} episodes begin again")

@@ -6,21 +6,46 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace.clock import RealClock
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 from headrace.types.batch import Batch
-from headrace.types.messages.controller import LogprobsAre, Published, Saved, SnapshotTaken, StepReport, Trained
+from headrace.types.messages.controller import (
+    LogprobsAre,
+    Published,
+    Saved,
+    SnapshotTaken,
+    StepReport,
+    Trained,
+    Working,
+)
 from headrace.types.messages.learner import Logprobs, Publish, Resend, Save, Train
 from headrace.types.tokens import FloatColumn
 from headrace.types.trace import Span
 from headrace.types.weights import WeightUpdate
 
 COMPUTE_DEADLINE_S = 24 * 3600.0
-"""A step takes as long as it takes; the stall watchdog and the death of the process end the wait much sooner."""
+"""Longest wait for one answer of a learner that works. One that stands still, or dies, ends the wait much sooner: see
+:mod:`headrace.launch.vitals`."""
 
 
-class LearnerClient(Peer):
+class RankClient(Peer):
+    """One rank of a learner: it is given no orders by the controller, and says what it is at."""
+
+    working: Working | None = None
+    """What it said last; ``None`` before the first time."""
+    heard_s = 0.0
+    """When that was, on the clock."""
+
+    def handle(self, message: object) -> None:
+        if isinstance(message, Working):
+            self.working, self.heard_s = message, RealClock().now()
+        else:
+            super().handle(message)
+
+
+class LearnerClient(RankClient):
     """The :class:`~headrace.learner.Learner` contract over a channel."""
 
     def __init__(

@@ -33,6 +33,9 @@ class Peer:
         """Why it could not go on, in its own words."""
         self.spoke = asyncio.Event()
         """Set with :attr:`last_words`."""
+        self.halted = ""
+        """What keeps its process from going on, as in ``is stopped (SIGSTOP)``; empty where nothing does, as far as it
+        is known."""
         self.clock_ahead_s = 0.0
         """By how much the monotonic clock of its machine is ahead of ours."""
 
@@ -58,16 +61,25 @@ class Peer:
         future.add_done_callback(forget)
         return future
 
+    @property
+    def owes(self) -> bool:
+        """Whether an answer of it is waited for."""
+        return bool(self._expected)
+
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
-        """Wait for an answer; :class:`~headrace.errors.DeadlineError` names the part and what it was asked."""
+        """Wait for an answer; :class:`~headrace.errors.DeadlineError` names the part and what it was asked. A part that
+        is stopped has another ``deadline_s``, for as long as the stall watchdog allows."""
         try:
-            async with asyncio.timeout(deadline_s):
-                return await future
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self.name} has not answered for {deadline_s:g} s: {what}",
-                remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
-            ) from None
+            while not (await asyncio.wait([future], timeout=deadline_s))[0]:
+                if self.halted:
+                    continue
+                raise DeadlineError(
+                    f"{self.name} has not answered for {deadline_s:g} s: {what}",
+                    remedy=f"look at logs/{self.name}.log in the run directory; is the machine overloaded?",
+                )
+            return future.result()
+        finally:
+            future.cancel()
 
     async def arrives(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until it is ready, or ``dying`` says that it never will be; whether it is. Raises
@@ -76,7 +88,7 @@ class Peer:
         done, _ = await asyncio.wait(first, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             raise DeadlineError(
-                f"{self.name} did not start within {deadline_s:g} s",
+                f"{self.name} did not start within {deadline_s:g} s{self.halted and f'; it {self.halted}'}",
                 remedy=f"look at logs/{self.name}.log in the run directory; {hint}",
             )
         return self.ready.done()

@@ -37,6 +37,11 @@ class Worker(Protocol):
         """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         ...
 
+    async def halted(self) -> str:
+        """What keeps it from going on, as in ``is stopped (SIGSTOP)``; empty where nothing does, or nobody can
+        tell."""
+        ...
+
     async def died(self) -> str:
         """Wait for its end; why, in words."""
         ...
@@ -77,6 +82,10 @@ class _Shift:
     meter: _Meter
     begun: int = 0
     """Calls whose turn has come and that have not returned."""
+    waiting: int = 0
+    """Calls whose turn has not come."""
+    num_begun: int = 0
+    """Calls whose turn has come since it started."""
     answered: bool = False
     """Whether any call ever returned: what one has left behind may end the worker later."""
     replaced: bool = False
@@ -85,6 +94,9 @@ class _Shift:
     """Set when, after ``replaced``, ``crowded`` is known."""
     crowded: bool = False
     """Whether it was computing all the while, so that any of its calls may have kept the others from returning."""
+    frozen: bool = False
+    """Whether it was ended because it was stopped from outside, or had not begun with a call for long: none of its
+    calls is to blame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -225,19 +237,27 @@ class ScorerPool:
         scored.add_done_callback(partial(_end, begun))
         try:
             peer.send(msgspec.structs.replace(request, call=call))
-            await begun
-            shift.begun += 1
+            shift.waiting += 1
+            try:
+                await begun
+            finally:
+                shift.waiting -= 1
+            shift.begun, shift.num_begun = shift.begun + 1, shift.num_begun + 1
             try:  # most rewards come with the word that they were begun: no timer is made for them
                 answer = scored.result() if scored.done() else await self._in_time(shift, scored)
             finally:
                 shift.begun -= 1
         except TimeoutError:
+            if shift.frozen:
+                return _Lost.INNOCENT
             if shift.crowded:
                 return _Lost.CROWDED
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._terms.timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
                 raise
+            if shift.frozen:
+                return _Lost.INNOCENT
             if not shift.replaced:
                 return _Lost.DIED
             return _Lost.CROWDED if shift.crowded and not begun.cancelled() else _Lost.INNOCENT
@@ -262,6 +282,22 @@ class ScorerPool:
                 await shift.worker.kill()
             raise
 
+    async def _watch(self, shift: _Shift) -> None:
+        """End a worker that has calls waiting for their turn, none under way, and begins with none for as long as a
+        call may take. That time is counted in looks: where this loop stood still itself, that is one look."""
+        quiet_looks, num_begun = 0, 0
+        while quiet_looks < METERED:
+            await asyncio.sleep(self._terms.timeout_s / METERED)
+            idle = shift.begun or not shift.waiting or shift.num_begun != num_begun
+            quiet_looks, num_begun = 0 if idle else quiet_looks + 1, shift.num_begun
+        if not shift.replaced:
+            shift.frozen = True
+            self._warn(
+                f"a scoring worker has begun with no call for {self._terms.timeout_s:g} s ({shift.worker.peer.name} "
+                f"{await shift.worker.halted() or 'does not answer'}): it is replaced, its calls are made again"
+            )
+            await shift.worker.kill()
+
     async def _judge(self, shift: _Shift, before_s: float) -> None:
         """A call has not returned: may another one be why? Told before the worker is ended, which alone knows."""
         if shift.replaced:
@@ -269,11 +305,16 @@ class ScorerPool:
             return
         shift.replaced = True
         try:
+            halted = await shift.worker.halted()
+            shift.frozen = bool(halted)
             computed_s = await shift.meter.read_s() - before_s
             shift.crowded = shift.begun > 1 and computed_s > self._terms.timeout_s / 2
         finally:
             shift.judged.set()
-        self._warn(f"a reward has not returned for {self._terms.timeout_s:g} s: its worker is replaced")
+        told = f"for {self._terms.timeout_s:g} s: its worker is replaced"
+        if halted:
+            told += f", and its calls are made again, for its process {halted}"
+        self._warn(f"a reward has not returned {told}")
 
     async def _keep(self, place: _Place) -> None:
         while True:
@@ -284,7 +325,9 @@ class ScorerPool:
                 listening = group.create_task(worker.peer.listen())
                 dying = group.create_task(worker.died())
                 await self._arrival(place, shift, dying)
+                watching = group.create_task(self._watch(shift))
                 cause = await dying
+                watching.cancel()
                 if place is self._apart and place.up:  # else a call still waits for one
                     place.wanted.clear()
                 place.shift = None

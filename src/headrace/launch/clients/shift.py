@@ -11,6 +11,7 @@ from headrace.env import OpenEpisode
 from headrace.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.scorer import Worker
+from headrace.launch.clients.trials import Trial
 from headrace.types.messages.controller import Alive, Asked
 from headrace.types.messages.environment import Refused, Replied
 
@@ -49,6 +50,10 @@ class Visit:
     episode: OpenEpisode
     peer: Peer
     group: asyncio.TaskGroup
+    deaths: int = 0
+    """Workers that have died under the episode before this one."""
+    trial: Trial | None = None
+    """Where the episode is to begin again, as a suspect, after the death of this worker; ``None``: it is none."""
     answers: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that are under way."""
 
@@ -105,6 +110,8 @@ class Shift:
     """Whether it was ended for the sake of one of its episodes."""
     cause: str = ""
     """Why it has ended, in words."""
+    num_lost: int = 0
+    """Episodes that it had when it ended."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether its place is free: it has ended, or gets no more episodes."""
     emptied: asyncio.Event = field(default_factory=asyncio.Event)

@@ -133,6 +133,10 @@ class Keeper:
         """Processor time that it has used, or waited for; 0 where nobody can tell any more."""
         return await self._running().computed_s()
 
+    async def halted(self) -> bytes:
+        """What keeps it from going on, in words (UTF-8); empty where nothing does."""
+        return (await self._running().halted()).encode()
+
     def _running(self) -> LocalProcess:
         if self._process is None:
             raise RunError("this keeper has no process", remedy="start one first")

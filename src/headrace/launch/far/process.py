@@ -13,6 +13,8 @@ from headrace.launch.far.keeper import Ended
 
 METER_S = 1.0
 """Longest wait for a reading of processor time."""
+MAX_WORDS = 200
+"""Bytes that a machine may say of what keeps a process from going on."""
 KILL_S = 30.0
 """How long its machine may take to say that a process has ended which was to be ended; then it counts as gone."""
 
@@ -88,6 +90,13 @@ class FarProcess:
             return float(await in_time(self._keeper.call("computed_s"), METER_S))
         except (Lost, Broken, TimeoutError):
             return 0.0
+
+    async def halted(self) -> str:
+        try:
+            words: bytes = await in_time(self._keeper.call("halted"), METER_S)
+        except (Lost, Broken, TimeoutError):
+            return ""
+        return words[:MAX_WORDS].decode("utf-8", "replace")
 
     def ending(self) -> str:
         return self._end.result().words

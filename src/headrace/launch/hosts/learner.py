@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import Alone, AnyRanks, Ranks, joined, named_loss
 from headrace.learner.parallel.shards import wholes
+from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
@@ -43,12 +46,23 @@ from headrace.sync.manifest import plan
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
 from headrace.types.messages.codec import Codec
-from headrace.types.messages.controller import Failure, LogprobsAre, Published, Ready, Saved, SnapshotTaken, Trained
+from headrace.types.messages.controller import (
+    Failure,
+    LogprobsAre,
+    Published,
+    Ready,
+    Saved,
+    SnapshotTaken,
+    Trained,
+    Working,
+)
 from headrace.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Shutdown, Train
 from headrace.types.trace import Span
 
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
+HEARTBEAT_S = 1.0
+"""How often the controller is told that this process lives, and what it is at."""
 
 
 def run_learner(start: LearnerStart, channel: PartChannel) -> None:
@@ -69,11 +83,13 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
 def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
     asked = ModelConfig.model_validate(start.model)
     model = load_for(asked.at(start.snapshot) if start.snapshot else asked, line.ranks)
+    clock = RealClock()
     context = LearnerContext(
         temperature=start.temperature,
         total_steps=start.total_steps,
         model_dir=Path(asked.path),
-        clock=RealClock(),
+        clock=clock,
+        progress=Progress(clock),
     )
     objective = Objective.build(AlgoConfig.model_validate(start.algo))
     core = LearnerCore(model, config, objective, context, line.ranks)
@@ -88,8 +104,36 @@ def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
     }
     line.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     with settled_heap(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        LearnerHost(core, weights, line, announcer, cores(start.lending)).serve()
+        host = LearnerHost(core, weights, line, announcer, cores(start.lending))
+        with heartbeat(line.channel, context.progress):
+            host.serve(context.progress)
     weights.close()
+
+
+@contextmanager
+def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
+    """Within this the controller is told every :data:`HEARTBEAT_S` seconds what the learner is at."""
+    clock, over = RealClock(), threading.Event()
+
+    def beat() -> None:
+        while not over.wait(HEARTBEAT_S):
+            unit = progress.unit
+            channel.send(
+                Working(
+                    num_units=progress.num_units,
+                    what=unit.what,
+                    since_s=clock.now() - unit.begun_s,
+                    usual_s=progress.usual_s(),
+                )
+            )
+
+    beating = threading.Thread(target=beat, daemon=True, name="heartbeat")
+    beating.start()
+    try:
+        yield
+    finally:
+        over.set()
+        beating.join()
 
 
 class Line:
@@ -163,13 +207,14 @@ class LearnerHost:
         self._cores = cores
         self._clock = RealClock()
 
-    def serve(self) -> None:
-        """One order after the other; returns when told to shut down."""
+    def serve(self, progress: Progress) -> None:
+        """One order after the other, each told to ``progress``; returns when told to shut down."""
         self._cores.rest()
         for message in self._line.orders():
             if isinstance(message, Shutdown):
                 return
-            with self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
+            told = progress.at(type(message).__name__, _in_words(message))
+            with told, self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._obey, message))
             self._cores.rest()
 
@@ -224,3 +269,20 @@ class LearnerHost:
         except HeadraceError as error:
             kind, problem, remedy = type(error).__name__, error.problem, error.remedy
             self._line.say(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
+
+
+def _in_words(order: Message) -> str:
+    """What the learner is at while it carries out that order."""
+    match order:
+        case Train(batch=batch):
+            return f"step {batch.step}"
+        case Logprobs():
+            return "log-probabilities of a batch"
+        case Publish(version=version):
+            return f"the copy of version {version}"
+        case Resend(version=version):
+            return f"version {version}, sent once more"
+        case Save(directory=directory):
+            return f"the snapshot {directory}"
+        case Shutdown():
+            return "its end"

@@ -201,6 +201,8 @@ def _is_sound(method: str, answer: bytes | int | float) -> bool:
         match method:
             case "look" | "ended":
                 msgspec.json.decode(msgspec.convert(answer, bytes), type=Found if method == "look" else Ended)
+            case "halted":
+                msgspec.convert(answer, bytes)
             case _:
                 msgspec.convert(answer, int if method == "begin" else float)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

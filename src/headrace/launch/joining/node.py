@@ -315,6 +315,8 @@ class _Desk:
                     answer = await keeper.begin(await self._to_begin(order.asked))
                 case "computed_s":
                     answer = await keeper.computed_s()
+                case "halted":
+                    answer = await keeper.halted()
                 case "ended":
                     self.watched.add(order.keeper)
                     answer = await keeper.ended()

@@ -27,6 +27,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the part says of itself, for people."""
 
 
+class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A learner, or one rank of it, lives, and says what it is at. It comes about once a second from a thread of its
+    own, whatever the learner computes."""
+
+    num_units: int
+    """Units of work that have ended since it started: micro-batches, updates, copies of the weights."""
+    what: str
+    """The unit that it is at; empty while it waits for orders."""
+    since_s: float
+    """For how long it has been at it, in seconds."""
+    usual_s: float
+    """How long units of this kind have taken at most of late, in seconds; 0 where there was none."""
+
+
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part could not do what was asked; ``call`` is ``None`` when it cannot go on at all."""
 
@@ -284,4 +298,4 @@ Answer = (
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""
-Message = Ready | Failure | Chunks | Asked | Alive | Leaving | Left | Answer
+Message = Ready | Working | Failure | Chunks | Asked | Alive | Leaving | Left | Answer

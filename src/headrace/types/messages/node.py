@@ -59,7 +59,7 @@ class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
     keeper: int
     """A number; the first thing that is asked under it makes the keeper."""
-    what: Literal["look", "begin", "ended", "computed_s"]
+    what: Literal["look", "begin", "ended", "computed_s", "halted"]
     asked: bytes = b""
     """JSON, of what takes any."""
 

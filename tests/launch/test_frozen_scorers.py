@@ -1,0 +1,54 @@
+"""Scoring workers that are stopped: none of their calls is to blame, and none is waited for without end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+
+from headrace.scoring import Scores
+from tests.launch.test_joining import until
+from tests.launch.test_scorer_pool import DEEDS
+from tests.launch.workers import crew, task
+
+ONE = Scores(rewards=(1.0,))
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and wait until it is."""
+    os.kill(pid, signal.SIGSTOP)
+    while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+        pass
+
+
+def test_a_worker_that_is_stopped_before_it_has_begun_with_a_call_is_replaced(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at:
+            assert await at.score("slow 0") == [ONE]
+            stop(at.children[0].working_pid)
+            assert await at.score(*["slow 0"] * 3) == [ONE] * 3
+            assert len(at.children) == 2
+            first, second = at.warnings
+            assert first.startswith("a scoring worker has begun with no call for 2 s (scorer-0 ")
+            assert "stopped (SIGSTOP; kill -CONT" in first
+            assert first.endswith("it is replaced, its calls are made again")
+            assert second.startswith("a scoring worker died (scorer-0 ")
+
+    asyncio.run(main())
+
+
+def test_calls_under_a_worker_that_is_stopped_are_made_again_and_not_blamed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with crew(tmp_path, DEEDS, timeout_s=2.0, within_s=45.0) as at, asyncio.TaskGroup() as group:
+            waiting = group.create_task(at.pool.score(task(), ("together here",)))
+            await until((tmp_path / "here").exists)
+            stop(at.children[0].working_pid)
+            await until(lambda: bool(at.warnings))
+            (tmp_path / "come").touch()
+            assert await waiting == ONE
+            assert "its calls are made again, for its process" in at.warnings[0]
+
+    asyncio.run(main())
