@@ -44,7 +44,6 @@ def serve(
     from headrace.engine.server.config import ServeConfig
     from headrace.environ import become_engine
     from headrace.heap import growing_heap, settled_heap
-    from headrace.learner.checksums import verify_model
 
     become_engine()
     given: dict[str, Any] = {
@@ -54,9 +53,8 @@ def serve(
     if device:
         given["engine"] = {"device": device}
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
-    secret = _token(token, token_file)
     config = config.model_copy(update={"model": _local(config.model)})
-    verify_model(Path(config.model.path))
+    secret = _token(token, token_file)
     compile_ahead(config.model, config.engine)
     with growing_heap():
         from headrace.engine.server.load import load
@@ -113,8 +111,10 @@ def _is_named(model: Path) -> bool:
 
 
 def _local(model: ModelConfig) -> ModelConfig:
-    """The model in a directory, fetched from a hub where it is named so. What can be told before torch is imported is
-    told at once."""
+    """The model in a directory whose files are as they were written, fetched from a hub where it is named so. What can
+    be told before torch is imported is told at once."""
+    from headrace.learner.checksums import verify_model
+
     path = local_directory(model.path)
     if not Path(path).is_dir():
         raise ConfigError(
@@ -122,6 +122,7 @@ def _local(model: ModelConfig) -> ModelConfig:
             remedy="give the directory of a Hugging Face causal language model: config.json, tokenizer, *.safetensors "
             "('hf download NAME --local-dir DIR' makes one), or its name on a hub: OWNER/NAME",
         )
+    verify_model(Path(path))
     return model.model_copy(update={"path": path})
 
 

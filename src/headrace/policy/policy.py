@@ -77,9 +77,8 @@ class Policy:
         config = with_local_models(config)
         path = config.model.path
         where = str(use("device", config.device, only_cpu=config.model.deterministic))
-        tokenizer = load_tokenizer(path)
         self.config = config
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
         self._objective = Current(Objective.build(algo_of(config.algo)))
         model = load_model(config.model, where)
@@ -108,14 +107,12 @@ class Policy:
         )
         if "fallback" in (facts := self._core.facts()):
             warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)
-        usual = Sampling(
-            max_new_tokens=config.engine.max_new_tokens,
-            temperature=config.engine.temperature,
-            stop_ids=stop_ids(path, tokenizer.eos_token_id),
-            record_routing=config.learner.keep_routing and routes(read_config(path)),
-        )
         self._sampler = Sampler(
-            tokenizer, usual, seed=config.seed, num_prompts=num_prompts, keep_mask=config.learner.keep_sampling_mask
+            tokenizer,
+            _usual_sampling(config, tokenizer.eos_token_id),
+            seed=config.seed,
+            num_prompts=num_prompts,
+            keep_mask=config.learner.keep_sampling_mask,
         )
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         self._engine: LocalEngine | None = None
@@ -437,3 +434,14 @@ class Policy:
                 yield
         finally:
             self._busy.release()
+
+
+def _usual_sampling(config: PolicyConfig, eos_id: int) -> Sampling:
+    """Return how a policy samples where a call of ``sample`` says nothing else."""
+    path = config.model.path
+    return Sampling(
+        max_new_tokens=config.engine.max_new_tokens,
+        temperature=config.engine.temperature,
+        stop_ids=stop_ids(path, eos_id),
+        record_routing=config.learner.keep_routing and routes(read_config(path)),
+    )

@@ -122,14 +122,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         _check_own_loss(config)
         _refuse_absent(config)
         _refuse_ranks(config)
-    count, eval_count = config.data.count or 0, config.data.eval_count or 0
-    rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
-    held_out = range(count, count + eval_count)
-    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
-    if training and not rows:
-        raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
-    if not training and not eval_rows:
-        raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
+    rows, eval_rows = _needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
     _refuse_mute(config, tokenizer.chat_template)
     column, own_words = config.data.prompt_column, config.env.remote
@@ -159,6 +152,20 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         agents=agents,
         teachers=teacher_orders(config, tasks, tokenizer, context) if training else {},
     )
+
+
+def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on and the held-out ones; :class:`~headrace.errors.ConfigError` where those that are
+    needed are not set."""
+    count, eval_count = config.data.count or 0, config.data.eval_count or 0
+    rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
+    held_out = range(count, count + eval_count)
+    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
+    if training and not rows:
+        raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
+    if not training and not eval_rows:
+        raise ConfigError("data.eval_path is not set: there is nothing to evaluate", remedy="set data.eval_path")
+    return rows, eval_rows
 
 
 def refuse_inside_a_run() -> None:
