@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from headrace import algo
 from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, outcomes_of
-from headrace.algo.advantages.rae import Rae
+from headrace.algo.advantages.groups import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import rows
-from headrace.algo.shaping.length import Length
-from headrace.algo.shaping.overlong import Overlong
+from headrace.algo.shaping import Length, Overlong
 from headrace.errors import ConfigError, DataError
 
 REWARDS = [1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 3.0]

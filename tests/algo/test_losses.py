@@ -9,7 +9,7 @@ import torch
 from headrace import algo
 from headrace.algo.check import check_loss
 from headrace.algo.config import AlgoConfig
-from headrace.algo.losses.distill import Distill
+from headrace.algo.losses.supervised import Distill
 from headrace.algo.objective import Objective
 from headrace.config import Section, validate
 from tests.algo import references

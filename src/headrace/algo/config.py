@@ -9,7 +9,7 @@ import pydantic
 
 from headrace.algo.advantages import AdvantageConfig, GrpoAdvantage
 from headrace.algo.advantages.outcomes import Floats, Outcomes
-from headrace.algo.advantages.reverse_kl import ReverseKl
+from headrace.algo.advantages.tokens import ReverseKl
 from headrace.algo.base import Old
 from headrace.algo.bundles import expand
 from headrace.algo.corrections import CorrectionConfig, Tis

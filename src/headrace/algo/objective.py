@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.advantages import GaeAdvantage
-from headrace.algo.advantages.reverse_kl import ReverseKl
+from headrace.algo.advantages.tokens import ReverseKl
 from headrace.algo.base import (
     BatchLayout,
     Column,

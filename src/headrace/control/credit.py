@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.outcomes import Floats, labels
-from headrace.algo.advantages.prpo import Prpo
+from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
 from headrace.control.branches import with_branches
 from headrace.control.segments import of_segments

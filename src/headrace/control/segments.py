@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.algo.advantages import Outcomes
-from headrace.algo.advantages.prpo import Prpo
+from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
 from headrace.types.episode import Episode
 from headrace.types.tokens import Tokens
@@ -39,7 +39,7 @@ def cuts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
 def of_segments(algo: AlgoConfig, shares: Sequence[Written], scores: Outcomes) -> list[dict[int, float]]:
     """The advantage of each segment; a turn is one. ``scores`` has a row for every share.
 
-    The formula (:class:`~headrace.algo.advantages.prpo.Prpo`) is one of tokens: all those of a segment are credited
+    The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is one of tokens: all those of a segment are credited
     alike.
     """
     shaped = algo.shaped(scores)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from headrace.algo.advantages.prpo import spikes
+from headrace.algo.advantages.tokens import spikes
 from headrace.config import Section
 from headrace.errors import ConfigError
 from headrace.types.episode import Episode

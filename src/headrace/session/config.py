@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import model_validator
 
 from headrace.algo.advantages import Outcomes
-from headrace.algo.advantages.gdpo import Gdpo
-from headrace.algo.advantages.prpo import Prpo
+from headrace.algo.advantages.groups import Gdpo
+from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
 from headrace.config import Section, leaves, load_toml, merge, parse_override, validate
 from headrace.control import RunSection

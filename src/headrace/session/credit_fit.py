@@ -7,8 +7,7 @@ import numpy as np
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.config import AlgoConfig
-from headrace.algo.losses.ce import Ce
-from headrace.algo.losses.ref_kl import RefKl
+from headrace.algo.losses.supervised import Ce, RefKl
 from headrace.algo.reductions import Constant, SequenceMeanTokenSum, TokenMean
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig

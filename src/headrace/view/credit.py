@@ -21,7 +21,7 @@ from headrace.view.run import OpenRun
 
 if TYPE_CHECKING:
     from headrace.algo.advantages.outcomes import Floats
-    from headrace.algo.advantages.reverse_kl import ReverseKl
+    from headrace.algo.advantages.tokens import ReverseKl
     from headrace.algo.config import AlgoConfig
 
 COUNTED = ("scored", "masked")
@@ -106,7 +106,7 @@ def _settings(run: OpenRun) -> AlgoConfig:
 
 
 def _teaching(run: OpenRun) -> ReverseKl | None:
-    from headrace.algo.advantages.reverse_kl import ReverseKl
+    from headrace.algo.advantages.tokens import ReverseKl
 
     try:
         advantage = _settings(run).advantage

@@ -6,18 +6,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace.algo.corrections.age import Age
-from headrace.algo.corrections.decoupled import Decoupled
-from headrace.algo.corrections.geometric_rejection import GeometricRejection
-from headrace.algo.corrections.icepop import Icepop
-from headrace.algo.corrections.k3_rejection import K3Rejection
-from headrace.algo.corrections.loglinear import Loglinear
-from headrace.algo.corrections.opsm import Opsm
-from headrace.algo.corrections.outlier import Outlier
-from headrace.algo.corrections.sequence_tis import SequenceTis
-from headrace.algo.corrections.tis import Tis
-from headrace.algo.corrections.top_entropy import TopEntropy
-from headrace.algo.corrections.trust_region import TrustRegion
+from headrace.algo.corrections.masks import (
+    Age,
+    GeometricRejection,
+    Icepop,
+    K3Rejection,
+    Opsm,
+    Outlier,
+    TopEntropy,
+    TrustRegion,
+)
+from headrace.algo.corrections.weights import Decoupled, Loglinear, SequenceTis, Tis
 
 AnyCorrection = (
     Tis

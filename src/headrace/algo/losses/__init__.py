@@ -6,31 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from headrace.algo.losses.aspo import Aspo
-from headrace.algo.losses.ce import Ce
-from headrace.algo.losses.cispo import Cispo
-from headrace.algo.losses.clip_cov import ClipCov
+from headrace.algo.losses.clipped import Aspo, Dapo, DrGrpo, Grpo, Luspo
 from headrace.algo.losses.custom import Custom
-from headrace.algo.losses.dapo import Dapo
-from headrace.algo.losses.distill import Distill
-from headrace.algo.losses.dpo import Dpo
-from headrace.algo.losses.dppo import Dppo
-from headrace.algo.losses.dr_grpo import DrGrpo
-from headrace.algo.losses.dro import Dro
-from headrace.algo.losses.gmpo import Gmpo
-from headrace.algo.losses.grpo import Grpo
-from headrace.algo.losses.gspo import Gspo
-from headrace.algo.losses.gspo_token import GspoToken
-from headrace.algo.losses.ipo import Ipo
-from headrace.algo.losses.kimi import Kimi
-from headrace.algo.losses.kl_cov import KlCov
-from headrace.algo.losses.luspo import Luspo
-from headrace.algo.losses.m2po import M2po
-from headrace.algo.losses.ref_kl import RefKl
-from headrace.algo.losses.reinforce import Reinforce
-from headrace.algo.losses.sapo import Sapo
-from headrace.algo.losses.topr import Topr
-from headrace.algo.losses.vespo import Vespo
+from headrace.algo.losses.selective import ClipCov, KlCov, M2po
+from headrace.algo.losses.sequences import Gmpo, Gspo, GspoToken
+from headrace.algo.losses.supervised import Ce, Distill, Dpo, RefKl
+from headrace.algo.losses.weighted import Cispo, Dppo, Dro, Ipo, Kimi, Reinforce, Sapo, Topr, Vespo
 
 AnyLoss = (
     Grpo

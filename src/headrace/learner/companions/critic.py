@@ -32,8 +32,8 @@ from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from headrace.algo.advantages import GaeAdvantage, Outcomes
-from headrace.algo.advantages.gae import Estimate
 from headrace.algo.advantages.outcomes import Floats
+from headrace.algo.advantages.tokens import Estimate
 from headrace.algo.base import Metrics, Ratio
 from headrace.algo.returns import value_loss
 from headrace.errors import ConfigError, ModelError, RunError

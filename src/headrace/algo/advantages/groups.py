@@ -1,0 +1,268 @@
+"""Advantages of whole episodes: the reward against a baseline of its group, its batch or its agent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from headrace.algo.advantages.base import (
+    AdvantageSection,
+    Scope,
+    centered,
+    divided,
+    given,
+    joint,
+    leave_one_out,
+    moments,
+    total,
+    without_rounding,
+)
+from headrace.algo.advantages.outcomes import Floats, Outcomes
+from headrace.errors import DataError
+
+DDOF = {"ddof0": 0, "ddof1": 1}
+
+
+# GRPO's group-relative advantage, with its three free choices spelled out.
+class GrpoAdvantage(AdvantageSection):
+    """(R − mean) / (std + ε) over the group; ``std = "none"`` leaves the difference alone.
+
+    Source: Shao et al., arXiv 2402.03300, eq. 1; without std: Liu et al. (Dr. GRPO), arXiv 2503.20783, eq. 2.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    """Selects this advantage."""
+    std: Literal["none", "ddof0", "ddof1"] = "ddof1"
+    """Divisor: none, or the group's standard deviation with denominator n − 0 or n − 1."""
+    eps: float = Field(default=1e-6, ge=0)
+    """ε: added to the standard deviation."""
+    leave_one_out: bool = False
+    """Subtract the mean of the other episodes instead; the standard deviation stays that of the whole group."""
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        difference_E = centered(outcomes)
+        num_E = total(outcomes.counted_E.astype(np.float64), outcomes.groups_E)
+        credit_E = difference_E
+        if self.leave_one_out:
+            credit_E = divided(difference_E * num_E, np.maximum(num_E - 1, 0))
+        if self.std == "none":
+            return credit_E
+        squares_E = total(difference_E**2, outcomes.groups_E)
+        std_E = np.sqrt(divided(squares_E, np.maximum(num_E - DDOF[self.std], 0)))
+        return divided(credit_E, np.where(std_E > 0, std_E + self.eps, 0.0))
+
+
+# RLOO: the others of the group are the baseline.
+class Rloo(AdvantageSection):
+    """R − mean of the other rewards of the group.
+
+    Source: Kool et al. (2019); Ahmadian et al., arXiv 2402.14740, eq. 8.
+    """
+
+    kind: Literal["rloo"] = "rloo"
+    """Selects this advantage."""
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        return leave_one_out(outcomes.values_E, outcomes.counted_E, outcomes.groups_E)
+
+
+# MaxRL: the rarer a success, the more it counts.
+class Maxrl(AdvantageSection):
+    """(R − mean) / mean over the group; 0 for a group whose mean is not above 0. Rewards are meant to be 0 or positive.
+
+    Source: MaxRL, arXiv 2602.02710: the gradient of log success probability to first order.
+    """
+
+    kind: Literal["maxrl"] = "maxrl"
+    """Selects this advantage."""
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        difference_E = centered(outcomes)
+        mean_E = outcomes.values_E - difference_E
+        return divided(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))
+
+
+# OPO: the baseline of least variance, if a gradient's norm grows with its length.
+class Opo(AdvantageSection):
+    """R − Σ(length·R)/Σ(length) over the group. Needs ``lengths``.
+
+    Source: Hao et al., arXiv 2505.23585, eq. 7.
+    """
+
+    kind: Literal["opo"] = "opo"
+    """Selects this advantage."""
+    reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        return centered(outcomes, given(outcomes.lengths_E, "lengths").astype(np.float64))
+
+
+# ReMax: the greedy answer is the baseline.
+class Remax(AdvantageSection):
+    """R − R_greedy of the same task; needs ``greedy``. A group of one is defined.
+
+    Source: Li et al., arXiv 2310.10505, eq. 6.
+    """
+
+    kind: Literal["remax"] = "remax"
+    """Selects this advantage."""
+    reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
+
+    @property
+    def compares_siblings(self) -> bool:
+        """The greedy answer is the baseline."""
+        return False
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        greedy_E = given(outcomes.greedy_E, "greedy")
+        return np.where(outcomes.counted_E & ~np.isnan(greedy_E), outcomes.values_E - np.nan_to_num(greedy_E), 0.0)
+
+
+# GDPO: each reward of a sum is normalised by itself, so that none drowns another.
+class Gdpo(AdvantageSection):
+    """Σ_k w_k·(R_k − mean_k)/(std_k + ε) over the group, n − 1 in the denominator, then whitened over the batch:
+    mean 0, standard deviation 1 with n in the denominator.
+
+    Source: Liu et al., arXiv 2601.05242, eq. 4–7. A single reward is one part.
+    """
+
+    kind: Literal["gdpo"] = "gdpo"
+    """Selects this advantage."""
+    weights: tuple[float, ...] | None = None
+    """w: weight of each reward, in the order in which they are given; unset: all 1."""
+    eps: float = Field(default=1e-6, ge=0)
+    """ε: added to every standard deviation."""
+    scope: ClassVar[Scope] = "batch"
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        parts_EK = outcomes.rewards_E[:, None] if outcomes.parts_EK is None else outcomes.parts_EK
+        weights = self.weights or (1.0,) * parts_EK.shape[1]
+        if len(weights) != parts_EK.shape[1]:
+            raise DataError(
+                f"gdpo has {len(weights)} weights for {parts_EK.shape[1]} rewards", remedy="give one weight per reward"
+            )
+        single = GrpoAdvantage(std="ddof1", eps=self.eps)
+        counted_KE = np.where(outcomes.counted_E, parts_EK.T, np.nan)
+        columns = [single(replace(outcomes, rewards_E=column_E, parts_EK=None)) for column_E in counted_KE]
+        summed_E = sum((w * column_E for w, column_E in zip(weights, columns, strict=True)), np.zeros(len(parts_EK)))
+        mean, std = moments(summed_E, outcomes.counted_E.astype(np.float64))
+        return divided(
+            (summed_E - mean) * outcomes.counted_E, np.full(len(summed_E), std + self.eps if std > 0 else 0.0)
+        )
+
+
+# REINFORCE++: one baseline for the whole batch, not one per prompt.
+class ReinforcePp(AdvantageSection):
+    """(R − mean)/(std + ε) over the tokens of the batch that carry loss: an episode weighs by its length; std with
+    denominator n. A group of one is credited like any other, as the batch is the baseline.
+
+    With ``group_baseline``, R less its group's mean takes the place of R; a group of one has nothing to compare with
+    then, is left out of mean and std, and has credit 0. Observation tokens carry no loss and are not counted; without
+    lengths every episode weighs the same.
+    Source: Hu et al., arXiv 2501.03262, eq. 8 and 9.
+    """
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+    """Selects this advantage."""
+    group_baseline: bool = False
+    """Subtract the group's mean first (REINFORCE++-baseline)."""
+    eps: float = Field(default=1e-8, ge=0)
+    """ε: added to the standard deviation."""
+    scope: ClassVar[Scope] = "batch"
+    reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Only with ``group_baseline``."""
+        return self.group_baseline
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        credit_E, counted_E = outcomes.values_E, outcomes.counted_E
+        if self.group_baseline:
+            counted_E = counted_E & (total(counted_E.astype(np.float64), outcomes.groups_E) > 1)
+            credit_E = centered(outcomes)
+        lengths_E = np.ones(len(credit_E)) if outcomes.lengths_E is None else outcomes.lengths_E.astype(np.float64)
+        mean, std = moments(credit_E, counted_E * lengths_E)
+        difference_E = (credit_E - mean) * counted_E
+        return divided(difference_E, np.full(len(credit_E), std + self.eps if std > 0 else 0.0)) + 0.0
+
+
+# RAE: each agent is compared with its own running mean.
+class Rae(AdvantageSection):
+    """b ← α·b + (1 − α)·R, then R − b, per agent, in the order of the episodes. A group of one is defined.
+
+    Without ``agents`` there is one agent; without ``baselines`` each starts at 0, so every batch has to be given those
+    that the one before it ended with (:meth:`follow`).
+    Source: Liu et al. (SPIRAL), arXiv 2506.24119, eq. 4 and 5.
+    """
+
+    kind: Literal["rae"] = "rae"
+    """Selects this advantage."""
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """α: how much of the running mean is kept at each episode."""
+    scope: ClassVar[Scope] = "batch"
+    stateful: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"agents", "baselines"})
+
+    @property
+    def compares_siblings(self) -> bool:
+        """A running mean is the baseline."""
+        return False
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        credit_E, _ = self.follow(outcomes)
+        return credit_E
+
+    def follow(self, outcomes: Outcomes) -> tuple[Floats, Floats]:
+        """The credit of every episode, and the baseline of every agent after them: what the next batch starts from."""
+        agents_E = np.zeros(len(outcomes.rewards_E), np.int64) if outcomes.agents_E is None else outcomes.agents_E
+        num_agents = int(agents_E.max()) + 1 if len(agents_E) else 0
+        baselines = np.zeros(num_agents) if outcomes.baselines is None else outcomes.baselines.copy()
+        credit_E = np.zeros(len(agents_E))
+        for episode in np.flatnonzero(outcomes.counted_E):
+            agent, reward = agents_E[episode], outcomes.rewards_E[episode]
+            baselines[agent] = self.decay * baselines[agent] + (1 - self.decay) * reward
+            credit_E[episode] = reward - baselines[agent]
+        return credit_E, baselines
+
+
+# The optimal token baseline: at each position, the mean weighted by how much gradient has flowed so far.
+class OptimalBaseline(AdvantageSection):
+    """R_i − B_t, B_t = Σ_j W_{j,t}·R_j / Σ_j W_{j,t} over the group's answers that reach t.
+
+    W_{j,t} = Σ_{s≤t} ‖∇ log π_s‖²: needs ``energies``, the squared norm of each token or its proxy 1 − 2π + Σπ². An
+    answer that is alone at t has credit 0 there.
+    Source: "Optimal token baseline", arXiv 2602.07078; Greensmith et al. (2004) for the optimal baseline.
+    """
+
+    kind: Literal["optimal_baseline"] = "optimal_baseline"
+    """Selects this advantage."""
+    per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"energies"})
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every token."""
+        energies_N = given(outcomes.energies_N, "energies")
+        lengths_E = given(outcomes.lengths_E, "lengths")
+        starts_N = np.repeat(np.cumsum(lengths_E) - lengths_E, lengths_E)
+        owners_N = outcomes.owners_N
+        sums_N = np.cumsum(energies_N)
+        weights_N = sums_N - (sums_N - energies_N)[starts_N] if len(sums_N) else sums_N
+        weights_N = weights_N * outcomes.counted_E[owners_N]
+        places_N = np.arange(len(owners_N)) - starts_N
+        keys_N = joint(outcomes.groups_E[owners_N], places_N)
+        values_N = outcomes.values_E[owners_N]
+        mass_N = total(weights_N, keys_N)
+        baseline_N = np.where(mass_N > 0, divided(total(weights_N * values_N, keys_N), mass_N), values_N)
+        return without_rounding((values_N - baseline_N) * outcomes.counted_E[owners_N], values_N)

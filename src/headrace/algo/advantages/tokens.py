@@ -1,0 +1,246 @@
+"""Advantages of single tokens, turns and steps."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from headrace.algo.advantages.base import (
+    AdvantageSection,
+    Scope,
+    centered,
+    divided,
+    given,
+    joint,
+    leave_one_out,
+    moments,
+    total,
+    without_rounding,
+)
+from headrace.algo.advantages.groups import GrpoAdvantage
+from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
+from headrace.algo.returns import gae
+
+
+# GAE: each token against what a critic expected before it was sampled.
+class Estimate(NamedTuple):
+    """What a critic's values come to; 0 for the tokens of an episode that does not count."""
+
+    advantages_N: Floats
+    returns_N: Floats
+    """Advantage + value: what the critic learns."""
+    outcomes_N: Floats
+    """γ^k·R, k tokens before the last: what was really earned from here on."""
+
+
+class GaeAdvantage(AdvantageSection):
+    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ·V_{t+1} − V_t over the tokens of an episode that carry loss; r is R at
+    the last of them, else 0; V_t is a critic's value of what stands before the token, 0 after the last.
+
+    With ``normalize``, (A − mean)/(std + ε) over the tokens of the batch; std with denominator n. The group is no
+    baseline: a group of one is credited like any other. Needs ``values``; in a run they are those of the learner's
+    critic (``[learner.critic]``).
+    Source: Schulman et al., arXiv 1506.02438, eq. 16.
+    """
+
+    kind: Literal["gae"] = "gae"
+    """Selects this advantage."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """γ: what a reward one token later is worth."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """λ: 1 trusts rewards alone, less trusts the critic's values between: less variance, more bias."""
+    normalize: bool = True
+    """Whether advantages are brought to mean 0 and deviation 1 over the tokens of the batch."""
+    eps: float = Field(default=1e-8, ge=0)
+    """ε: added to the standard deviation."""
+    scope: ClassVar[Scope] = "batch"
+    per_token: ClassVar[bool] = True
+    by_critic: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"lengths", "values"})
+
+    @property
+    def compares_siblings(self) -> bool:
+        """The critic is the baseline."""
+        return False
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every token."""
+        return self.scaled(self.estimate(outcomes).advantages_N, outcomes.counted_E[outcomes.owners_N])
+
+    def estimate(self, outcomes: Outcomes) -> Estimate:
+        """Advantages before they are normalised, each episode by itself, and what the critic learns from it."""
+        values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
+        places_T = np.arange(lengths_E.max(initial=0))
+        inside_ET = (places_T < lengths_E[:, None]) & outcomes.counted_E[:, None]
+        counted_N = outcomes.counted_E[outcomes.owners_N]
+        rewards_ET = (places_T == lengths_E[:, None] - 1) * outcomes.values_E[:, None]
+        values_ET = np.zeros(inside_ET.shape)
+        values_ET[inside_ET] = values_N[counted_N]
+        columns = [
+            *gae(rewards_ET, values_ET, inside_ET, self.gamma, self.lam),
+            gae(rewards_ET, np.zeros(inside_ET.shape), inside_ET, self.gamma, 1.0).returns,
+        ]
+        flat = np.zeros((3, len(values_N)))
+        flat[:, counted_N] = [column.numpy()[inside_ET] for column in columns]
+        return Estimate(*flat)
+
+    def scaled(self, advantages_N: Floats, counted_N: Bools) -> Floats:
+        """As ``normalize`` says, over all tokens of a batch that count; 0 for the others."""
+        if not self.normalize:
+            return advantages_N * counted_N
+        mean, std = moments(advantages_N, counted_N.astype(np.float64))
+        scale_N = np.full(len(advantages_N), std + self.eps if std > 0 else 0.0)
+        return divided((advantages_N - mean) * counted_N, scale_N) + 0.0
+
+
+# On-policy distillation: what the teacher thinks of each sampled token.
+class ReverseKl(AdvantageSection):
+    """β·(log ν − log μ) per token, + ω·(R − mean) of the group; ν is the teacher that the episode's key chose.
+
+    The teacher's part looks at no reward: it is there for a group of one and for a reward that does not count, where
+    the reward's part is 0. The expectation over samples of μ is −KL(μ‖ν). Needs ``log_nu`` and ``log_mu``.
+    Source: Agarwal et al. (GKD), arXiv 2306.13649; Lu (2025), "On-policy distillation".
+    """
+
+    kind: Literal["reverse_kl"] = "reverse_kl"
+    """Selects this advantage."""
+    beta: float = Field(default=1.0, ge=0)
+    """β: weight of the teacher."""
+    weight: float = Field(default=0.0, ge=0)
+    """ω: weight of the reward; 0 leaves rewards out altogether."""
+    per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"log_mu", "log_nu"})
+    by_teacher: ClassVar[bool] = True
+
+    @property
+    def compares_siblings(self) -> bool:
+        """Only where rewards count."""
+        return self.weight > 0
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every token."""
+        credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
+        return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
+
+    def of_tokens(self, gap_N: Floats) -> Floats:
+        """The teacher's part, from log ν − log μ of every token."""
+        return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
+
+    def of_rewards(self, outcomes: Outcomes) -> Floats:
+        """The reward's part, of every episode."""
+        return self.weight * centered(outcomes)
+
+
+# PRPO: process rewards by segment, moved to where the outcome says that the answer belongs.
+class Prpo(AdvantageSection):
+    """A_outcome + ω·(p − mean of p over the episode)/(std of p over the group + ε); std of p with denominator n.
+
+    p is the mean process reward of a token's segment; segments begin at the K tokens of highest entropy that are at
+    least m apart. So the mean over an episode's tokens is its outcome advantage (R − mean)/(std + ε), with
+    n − 1 in that std. Needs ``process``, and ``entropies`` or ``segments``. In a run every segment of a turn is graded
+    by the components of ``env.rewards`` with ``by_turn``, which do not count in R; the engine records the entropies.
+    Source: Ding et al., arXiv 2601.07182.
+    """
+
+    kind: Literal["prpo"] = "prpo"
+    """Selects this advantage."""
+    spikes: int = Field(default=8, ge=0)
+    """K: how many entropy spikes may split an answer; in a run, each turn of it."""
+    gap: int = Field(default=16, ge=1)
+    """m: tokens that two spikes are apart at least."""
+    weight: float = Field(default=1.0, ge=0)
+    """ω: weight of the process credit."""
+    eps: float = Field(default=1e-6, ge=0)
+    """ε: added to standard deviations."""
+    per_token: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies", "segments"})
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every token."""
+        process_N, owners_N = given(outcomes.process_N, "process"), outcomes.owners_N
+        segments_N = self._segments(outcomes) if outcomes.segments_N is None else outcomes.segments_N
+        keys_N = joint(owners_N, segments_N)
+        ones_N = np.ones(len(owners_N))
+        p_N = total(process_N, keys_N) / total(ones_N, keys_N)
+        shift_N = without_rounding(p_N - total(p_N, owners_N) / total(ones_N, owners_N), p_N)
+        groups_N = outcomes.groups_E[owners_N]
+        spread_N = without_rounding(p_N - total(p_N, groups_N) / total(ones_N, groups_N), p_N)
+        std_N = np.sqrt(total(spread_N**2, groups_N) / total(ones_N, groups_N))
+        outcome_E = GrpoAdvantage(std="ddof1", eps=self.eps)(outcomes)
+        credit_N = outcome_E[owners_N] + self.weight * divided(shift_N, np.where(std_N > 0, std_N + self.eps, 0.0))
+        return credit_N * outcomes.counted_E[owners_N]
+
+    def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
+        """Where the segments of one answer begin, the first one aside."""
+        return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
+
+    def _segments(self, outcomes: Outcomes) -> Ints:
+        """The number of each token's segment within its episode."""
+        entropies_N, lengths_E = given(outcomes.entropies_N, "entropies"), given(outcomes.lengths_E, "lengths")
+        begins_N = np.zeros(len(entropies_N), np.int64)
+        for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
+            begins_N[end - length :][self.starts(entropies_N[end - length : end])] = 1
+        return np.cumsum(begins_N)
+
+
+def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
+    """The places of the highest entropies, at least ``gap`` apart, in their order; of equal ones the first.
+
+    >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
+    [1, 4]
+    """
+    found: list[int] = []
+    for place in np.argsort(-entropies_T, kind="stable").tolist():
+        if len(found) == most:
+            break
+        if all(abs(place - other) >= gap for other in found):
+            found.append(place)
+    return sorted(found)
+
+
+# Credit by turn: each turn is compared with other turns taken in the same state.
+class Step(AdvantageSection):
+    """R_episode − mean of the others + ω·(G − mean of the other G in the same state), G = Σ γ^k r from the turn on.
+
+    A row is a turn, in order of time; ``episodes`` says of which episode (left out: each is its own), ``states`` in
+    which state it was taken (left out: its place in the episode). A state seen once gives no step credit.
+    Source: Feng et al. (GiGPO), arXiv 2505.10978, eq. 5–9, with leave-one-out means.
+    """
+
+    kind: Literal["step"] = "step"
+    """Selects this advantage."""
+    gamma: float = Field(default=0.95, ge=0, le=1)
+    """γ: discount per turn of the returns that are compared."""
+    weight: float = Field(default=1.0, ge=0)
+    """ω: weight of the step credit beside the episode's."""
+    reads: ClassVar[frozenset[str]] = frozenset({"episodes", "states"})
+    by_turn: ClassVar[bool] = True
+
+    def __call__(self, outcomes: Outcomes) -> Floats:
+        """The credit of every episode."""
+        rows = np.arange(len(outcomes.rewards_E))
+        episodes_E = rows if outcomes.episodes_E is None else outcomes.episodes_E
+        returns_E, places_E = self._returns(outcomes.values_E, episodes_E)
+        states_E = places_E if outcomes.states_E is None else outcomes.states_E
+        keys_E = joint(outcomes.groups_E, states_E)
+        step_E = leave_one_out(returns_E, outcomes.counted_E, keys_E)
+        _, first, owners_E = np.unique(episodes_E, return_index=True, return_inverse=True)
+        whole_E = total(outcomes.values_E, episodes_E)[first]
+        counted_E = total(outcomes.counted_E.astype(np.float64), episodes_E)[first] > 0
+        episode_E = leave_one_out(whole_E, counted_E, outcomes.groups_E[first])[owners_E]
+        return (episode_E + self.weight * step_E) * outcomes.counted_E
+
+    def _returns(self, values_E: Floats, episodes_E: Ints) -> tuple[Floats, Ints]:
+        """The discounted return from each turn on, and its place in its episode."""
+        returns_E, places_E = np.zeros(len(values_E)), np.zeros(len(values_E), np.int64)
+        later: dict[int, float] = {}
+        earlier: dict[int, int] = {}
+        for row, episode in enumerate(episodes_E.tolist()):
+            places_E[row] = earlier[episode] = earlier.get(episode, -1) + 1
+        for row in range(len(values_E) - 1, -1, -1):
+            episode = int(episodes_E[row])
+            returns_E[row] = later[episode] = values_E[row] + self.gamma * later.get(episode, 0.0)
+        return returns_E, places_E

@@ -1,0 +1,163 @@
+"""Losses without a reward: likelihood, preference, and the distance to a teacher or a reference."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import pydantic
+from pydantic import Field
+
+from headrace.algo.base import Column, LossInputs, Ratio, TokenLoss, log_ratio
+from headrace.algo.divergence import Estimator, estimate
+from headrace.algo.losses.section import LossSection, refuse_idle
+from headrace.errors import DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# Cross-entropy: supervised learning of the tokens of the mask.
+class Ce(LossSection):
+    """−log π. Advantages are not looked at: it is for demonstrations, in a loop of your own. A run, which has only what
+    the model has sampled, refuses it. Source: maximum likelihood."""
+
+    kind: Literal["ce"] = "ce"
+    """Selects this loss."""
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """The value of every token."""
+        return TokenLoss(tokens_N=-inputs.log_pi_N)
+
+
+# DPO: learning from pairs, one preferred to the other.
+class Dpo(LossSection):
+    """−log σ(β·(Δ_chosen − Δ_rejected)), Δ = Σ over the sequence of log π/π_ref, for every token of the pair.
+
+    In each group exactly one sample is chosen (advantage above 0) and one rejected (below 0); reduced by prompt, the
+    batch's loss is the mean over pairs. A pair of which one side has no token left has loss 0 and is counted
+    (``dpo_dropped``). Source: Rafailov et al., arXiv 2305.18290, eq. 7.
+    """
+
+    kind: Literal["dpo"] = "dpo"
+    """Selects this loss."""
+    beta: float = Field(default=0.1, gt=0)
+    """β: how strongly the reference is held."""
+    reduction: ClassVar[str] = "prompt_mean"
+
+    def columns(self) -> frozenset[Column]:
+        """The reference, and who is compared with whom."""
+        return frozenset({"log_ref", "pairs"})
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """The value of every token."""
+        assert inputs.log_ref_N is not None
+        assert inputs.groups_S is not None
+        groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
+        side_S = inputs.mean_S(inputs.advantages_N).sign()
+        gap_S = inputs.sum_S(log_ratio(inputs.log_pi_N, inputs.log_ref_N))
+        empty_S = inputs.sum_S(gap_S.new_ones(len(inputs.mask_N))) == 0
+        whole_G = _whole(side_S, empty_S, pairs_S)
+        margin_G = self.beta * gap_S.new_zeros(len(groups)).index_add(0, pairs_S, side_S * gap_S)
+        loss_G = (-margin_G).logaddexp(margin_G.new_zeros(())).masked_fill(~whole_G, 0.0)
+        metrics = {
+            "dpo_accuracy": Ratio((whole_G & (margin_G.detach() > 0)).sum(), whole_G.sum()),
+            "dpo_dropped": Ratio((~whole_G).sum(), float(len(groups))),
+        }
+        return TokenLoss(tokens_N=loss_G[pairs_S][inputs.samples_N], metrics=metrics)
+
+
+def _whole(side_S: Tensor, empty_S: Tensor, pairs_S: Tensor) -> Tensor:
+    """The groups with one chosen and one rejected sample; :class:`DataError` where none of the others is empty."""
+    num_groups = int(pairs_S.max()) + 1 if len(pairs_S) else 0
+    count_G, balance_G, empty_G = (
+        side_S.new_zeros(num_groups).index_add(0, pairs_S, values_S.to(side_S.dtype))
+        for values_S in (side_S.abs(), side_S, empty_S)
+    )
+    whole_G = (count_G == 2) & (balance_G == 0)
+    if not bool((whole_G | ((empty_G > 0) & (count_G < 2))).all()):
+        raise DataError(
+            "dpo found a group without exactly one chosen and one rejected sample",
+            remedy="give pairs: advantage +1 and -1, one of each in every group, in one micro-batch",
+        )
+    return whole_G
+
+
+# Distillation from a teacher's K likeliest entries, what remains being one more entry.
+class Distill(LossSection):
+    """D(ν, π) over the teacher's top K and the tail: forward Σ ν·log(ν/π), reverse Σ π·log(π/ν), or
+    jsd β·KL(ν‖m) + (1−β)·KL(π‖m) with m = β·ν + (1−β)·π. Advantages are not looked at.
+
+    Source: Agarwal et al. (GKD), arXiv 2306.13649, eq. 1–3; the tail keeps both sides probability distributions.
+    """
+
+    kind: Literal["distill"] = "distill"
+    """Selects this loss."""
+    divergence: Literal["forward", "reverse", "jsd"] = "reverse"
+    """Which way the difference is measured: forward covers the teacher's modes, reverse seeks one."""
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """β: weight of the teacher in the mixture; used only by ``jsd``."""
+
+    @pydantic.model_validator(mode="after")
+    def _mixture_is_used(self) -> Distill:
+        if self.divergence != "jsd":
+            refuse_idle(self, "beta", 'divergence = "jsd"')
+        return self
+
+    def columns(self) -> frozenset[Column]:
+        """Both distributions over the teacher's likeliest entries."""
+        return frozenset({"top_k"})
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """The value of every token."""
+        assert inputs.log_pi_NK is not None
+        assert inputs.log_nu_NK is not None
+        log_pi_NK, log_nu_NK = with_tail(inputs.log_pi_NK), with_tail(inputs.log_nu_NK)
+        match self.divergence:
+            case "forward":
+                return TokenLoss(tokens_N=kl_over(log_nu_NK, log_pi_NK))
+            case "reverse":
+                return TokenLoss(tokens_N=kl_over(log_pi_NK, log_nu_NK))
+            case "jsd":
+                mixed_NK = (log_nu_NK + math.log(self.beta)).logaddexp(log_pi_NK + math.log1p(-self.beta))
+                toward_N, back_N = kl_over(log_nu_NK, mixed_NK), kl_over(log_pi_NK, mixed_NK)
+                return TokenLoss(tokens_N=self.beta * toward_N + (1 - self.beta) * back_N)
+
+
+def with_tail(log_p_NK: Tensor) -> Tensor:
+    """Log-probabilities with that of everything else as one more entry; none below e⁻⁶⁰, the tail not below 1e-7."""
+    mass_N = log_p_NK.exp().sum(dim=1, keepdim=True).clamp(max=1 - 1e-7)
+    tail_N = (-mass_N).log1p()
+    wide = log_p_NK.new_empty((log_p_NK.shape[0], log_p_NK.shape[1] + 1))
+    wide = wide.slice_scatter(log_p_NK.clamp(min=-60.0), dim=1, end=-1)
+    return wide.slice_scatter(tail_N, dim=1, start=-1)
+
+
+def kl_over(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
+    """KL(p‖q) of every row."""
+    return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
+
+
+# The divergence from a reference policy as the whole loss.
+class RefKl(LossSection):
+    """KL(π‖π_ref) by k1 = −x, k2 = x²/2 or k3 = eˣ−1−x, x = log π_ref − log π. Advantages are not looked at.
+
+    Source: Schulman (2020), "Approximating KL divergence"; unbiased form: DeepSeek-V3.2, eq. 7.
+    """
+
+    kind: Literal["ref_kl"] = "ref_kl"
+    """Selects this loss."""
+    kl: Estimator = "k3"
+    """The estimator; on samples of π, ``k2`` has the gradient of the divergence itself."""
+    unbiased_kl: bool = False
+    """Multiply by π/π_old, which makes the gradient unbiased."""
+
+    def columns(self) -> frozenset[Column]:
+        """The reference, and π_old for the ratio."""
+        return frozenset({"log_ref", "log_old"}) if self.unbiased_kl else frozenset({"log_ref"})
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """The value of every token."""
+        assert inputs.log_ref_N is not None
+        tokens_N = estimate(self.kl, inputs.log_pi_N, inputs.log_ref_N)
+        return TokenLoss(tokens_N=inputs.log_ratio_N().exp() * tokens_N if self.unbiased_kl else tokens_N)

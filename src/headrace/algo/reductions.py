@@ -1,0 +1,118 @@
+"""Reductions: how token losses become one number. A new one is a file here and a row of ``Reduction``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from headrace.algo.base import BatchLayout, Shares
+from headrace.config import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def tokens_by(owners_S: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
+    """For every token, how many tokens of the mask its owner has; and how many owners have any.
+
+    ``owners_S`` says which episode or group each sample belongs to, by any integers. An owner without a token of the
+    mask counts in no denominator.
+    """
+    mask_N = layout.mask_N.float()
+    owners, index_S = owners_S.unique(return_inverse=True)
+    owners_N = index_S[layout.samples_N]
+    counts = mask_N.new_zeros(len(owners)).index_add(0, owners_N, mask_N)
+    return counts[owners_N].clamp(min=1.0), (counts > 0).sum().float()
+
+
+# The mean over the tokens of the batch.
+class TokenMean(Section):
+    """Σ_tokens x / number of tokens. Source: Yu et al., arXiv 2503.14476, eq. 8."""
+
+    kind: Literal["token_mean"] = "token_mean"
+    """Selects this reduction."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
+        mask_N = layout.mask_N.float()
+        return Shares(weights_N=mask_N, mass=mask_N.sum())
+
+
+# The mean over sequences of each one's token mean.
+class SequenceMeanTokenMean(Section):
+    """1/S Σ_sequences (Σ_tokens x / tokens of the sequence). The samples of one rollout are one sequence.
+
+    Source: Shao et al., arXiv 2402.03300, eq. 3.
+    """
+
+    kind: Literal["sequence_mean_token_mean"] = "sequence_mean_token_mean"
+    """Selects this reduction."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
+        tokens_N, num_episodes = tokens_by(layout.episodes_S, layout)
+        return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_episodes)
+
+
+# The mean over sequences of each one's token sum.
+class SequenceMeanTokenSum(Section):
+    """1/S Σ_sequences Σ_tokens x. The samples of one rollout are one sequence.
+
+    Source: Liu et al., arXiv 2503.20783, eq. 2.
+    """
+
+    kind: Literal["sequence_mean_token_sum"] = "sequence_mean_token_sum"
+    """Selects this reduction."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
+        _, num_episodes = tokens_by(layout.episodes_S, layout)
+        return Shares(weights_N=layout.mask_N.float(), mass=num_episodes)
+
+
+# Token sums over a constant, so that no length changes a token's weight.
+class Constant(Section):
+    """1/S Σ_sequences (Σ_tokens x / L) with a constant L. The samples of one rollout are one sequence.
+
+    Source: Liu et al. (Dr. GRPO), arXiv 2503.20783, appendix A, where L is the generation budget.
+    """
+
+    kind: Literal["constant"] = "constant"
+    """Selects this reduction."""
+    normalizer: float = Field(default=1.0, gt=0)
+    """L: the constant; the longest answer allowed, in tokens, gives losses of the usual size."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
+        _, num_episodes = tokens_by(layout.episodes_S, layout)
+        return Shares(weights_N=layout.mask_N.float() / self.normalizer, mass=num_episodes)
+
+
+# The mean over prompts of each one's token mean.
+class PromptMean(Section):
+    """1/P Σ_prompts (Σ_tokens of its rollouts x / their number).
+
+    Source: Khatri et al. (ScaleRL), arXiv 2510.13786, section 3.2.
+    """
+
+    kind: Literal["prompt_mean"] = "prompt_mean"
+    """Selects this reduction."""
+
+    def __call__(self, layout: BatchLayout) -> Shares:
+        """The weight of every token and the mass of them all."""
+        tokens_N, num_groups = tokens_by(layout.groups_S, layout)
+        return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
+
+
+AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | Constant | PromptMean
+ReductionConfig = Annotated[AnyReduction, Field(discriminator="kind")]
+__all__ = [
+    "AnyReduction",
+    "Constant",
+    "PromptMean",
+    "ReductionConfig",
+    "SequenceMeanTokenMean",
+    "SequenceMeanTokenSum",
+    "TokenMean",
+]
