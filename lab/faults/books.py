@@ -21,7 +21,7 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.ledger.opening import SQLITE_FILE, open_ledger
 from headrace.session.config import RunConfig
 from headrace.session.replaying import replay
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 from headrace.types.group import GroupState
 from headrace.types.tokens import Tokens
 
@@ -138,7 +138,7 @@ def same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def answers_of(episodes: Iterable[Episode]) -> Answers:
+def answers_of(episodes: Iterable[EpisodeGraph]) -> Answers:
     """What was sampled in ``episodes``."""
     found: Answers = {}
     for episode in episodes:

@@ -24,10 +24,10 @@ from headrace.flow.ledger.bundles import decode_entry, encode_bundle
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
-from headrace.types.episode import Episode, EpisodeKey, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.types.group import GroupState
 from headrace.types.messages import controller, engine, environment, learner, node, scorer
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.scored import Learned
 from lab.fuzz.change import changed_json, changed_msgpack
 from lab.fuzz.examples import example
@@ -44,7 +44,7 @@ MESSAGES = {
     "messages to the scorer": scorer.Message,
     "messages to the environment": environment.Message,
     "messages to a machine that has joined": node.Message,
-    "knocks of machines that want to": node.Knock,
+    "knocks of machines that want to": node.JoinRequest,
     "the answers": node.AtTheDoor,
     "dials over a Redis server": node.Dial,
 }
@@ -113,7 +113,7 @@ def refuses(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], R
 
 
 def _messages(name: str, receives: Any, rng: random.Random) -> Format:
-    codec = Codec(receives)
+    codec = MessageCodec(receives)
     kinds = typing.get_args(receives) or (receives,)
     seeds = [codec.encode(message) for kind in kinds for message in sound(kind, rng)]
     return Format(
@@ -164,8 +164,8 @@ def _turns(rng: random.Random) -> Format:
 
 
 def _bundles(rng: random.Random) -> Format:
-    def some() -> list[Episode]:
-        return [Episode(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
+    def some() -> list[EpisodeGraph]:
+        return [EpisodeGraph(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
 
     seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
     read = refuses(msgspec.MsgspecError)(partial(decode_entry, entry=1))

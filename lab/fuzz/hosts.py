@@ -18,8 +18,8 @@ from headrace.clock import RealClock
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EnginePolicy
-from headrace.rollout import Limits as Budgets
-from headrace.rollout.endpoint import At, Endpoint, Limits
+from headrace.rollout import EpisodeLimits as Budgets
+from headrace.rollout.endpoint import At, Endpoint, SessionLimits
 from headrace.sync.http import HttpInbox
 from headrace.types.episode import EpisodeKey, StopReason
 from headrace.types.sampling import Sampling
@@ -57,7 +57,7 @@ async def sessions() -> None:
     end = int(tokenizer.eos_token_id)
     sampling = Sampling(max_new_tokens=64, stop_ids=(end,))
     parrot: Any = _Parrot([*tokenizer.encode('Hm.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'), end])
-    limits = Limits(delay_s=0.0, patience=1 << 30, max_body_bytes=1 << 16, body_timeout_s=5.0, idle_timeout_s=5)
+    limits = SessionLimits(delay_s=0.0, patience=1 << 30, max_body_bytes=1 << 16, body_timeout_s=5.0, idle_timeout_s=5)
     async with (
         Endpoint.listening(sampling, clock=RealClock(), warn=lambda _: None, at=At(limits=limits)) as endpoint,
         AsyncExitStack() as open_sessions,

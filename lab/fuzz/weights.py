@@ -19,7 +19,7 @@ from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.weights import WeightUpdate
 from lab.fuzz.change import changed, changed_msgpack
 
@@ -128,7 +128,11 @@ def weight_formats(scratch: Path) -> list[Row]:
         hand.held = payload
 
     way = _Way(hand, lambda: hand, lambda: hand.held)
-    door, whole, codec = _Door(way, give, differences=True), _Door(way, give, differences=False), Codec(WeightUpdate)
+    door, whole, codec = (
+        _Door(way, give, differences=True),
+        _Door(way, give, differences=False),
+        MessageCodec(WeightUpdate),
+    )
 
     def announcement(data: bytes) -> bool:
         try:

@@ -25,7 +25,7 @@
         └── NothingToLearn           the rewards carry no signal
 
 Each failure belongs to one boundary: an episode's failure is a record, not an exception (see
-:class:`headrace.types.episode.Episode`); what is raised here reaches the user.
+:class:`headrace.types.episode.EpisodeGraph`); what is raised here reaches the user.
 """
 
 from __future__ import annotations

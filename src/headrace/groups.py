@@ -17,7 +17,7 @@ torch_distributed: Any = dist
 """Much of it is not in torch's stubs."""
 
 
-class Group:
+class ProcessGroup:
     """A process group of this process's own, beside the default one."""
 
     def __init__(self, backend: Any, deadline_s: float) -> None:
@@ -37,17 +37,17 @@ class Group:
         self._group.broadcast([tensor], options).wait(self._timeout)
 
 
-def gloo_group(store: Any, place: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> Group:
+def gloo_group(store: Any, place: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> ProcessGroup:
     """A Gloo group of those that meet in ``store``, made by all of them at once; ``place``: this one's rank, and their
     number. ``host``: the address at which the others reach it. ``RuntimeError`` where one does not come in time."""
     gloo = torch_distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=deadline_s)
-    return Group(gloo(store, *place, options), deadline_s)
+    return ProcessGroup(gloo(store, *place, options), deadline_s)
 
 
-def meet(directory: Path, name: str, place: tuple[int, int], deadline_s: float) -> Group:
+def meet(directory: Path, name: str, place: tuple[int, int], deadline_s: float) -> ProcessGroup:
     """A Gloo group of processes of this machine, which find each other in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     store = torch_distributed.FileStore(str(directory / f"weights-{name}"), place[1])

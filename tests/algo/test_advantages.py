@@ -13,7 +13,7 @@ from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, outcomes_of
 from headrace.algo.advantages.groups import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import rows
-from headrace.algo.shaping import Length, Overlong
+from headrace.algo.shaping import LengthShaping, Overlong
 from headrace.errors import ConfigError, DataError
 
 REWARDS = [1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 3.0]
@@ -295,7 +295,7 @@ def test_overlong_answers_lose_gradually() -> None:
 
 def test_short_right_answers_gain_and_long_wrong_ones_lose() -> None:
     outcomes = outcomes_of([1.0, 1.0, 0.0, 0.0, 1.0], groups=[0, 0, 0, 0, 1], lengths=[10, 30, 10, 30, 5])
-    np.testing.assert_allclose(Length()(outcomes), [1.5, 0.5, 0.0, -0.5, 1.0])
+    np.testing.assert_allclose(LengthShaping()(outcomes), [1.5, 0.5, 0.0, -0.5, 1.0])
 
 
 def test_credit_shapes_rewards_before_it_compares_them() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench import engine, run_benchmark
-from headrace.bench.engine_peers import Worker, worker
+from headrace.bench.engine_peers import PeerProcess, worker
 from headrace.errors import ComponentDied, ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
 
@@ -47,7 +47,7 @@ def test_a_process_that_ends_says_its_last_words(tmp_path: Path) -> None:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
         )  # fmt: skip
     with pytest.raises(ComponentDied, match="out of luck"):
-        Worker("some side", process, log).ask({})
+        PeerProcess("some side", process, log).ask({})
     process.kill()
     process.wait()
     assert process.stdout is not None

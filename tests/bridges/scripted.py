@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.bridges import load_bridge
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.models.tiny import char_tokenizer
-from headrace.rollout import Chat, Conversations, Limits
+from headrace.rollout import Chat, Conversations, EpisodeLimits
 from headrace.types.episode import Turn
 from headrace.types.sampling import Sampling
 from tests.rollout.models import CHATML, Speaker
@@ -36,7 +36,7 @@ def attempts(
     rows: list[Mapping[str, Any]],
     says: Callable[[str], str],
     *,
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
     **options: Any,
 ) -> list[Attempt]:
     """Episodes of a bridge, all at once."""
@@ -57,8 +57,8 @@ def attempts(
                 speaker = Speaker(answer, SPOKEN)
                 speaker.sampling = Sampling(max_new_tokens=400, stop_ids=speaker.sampling.stop_ids)
                 chat = Chat.of(SPOKEN, speaker.sampling.stop_ids)
-                talk = Conversations(speaker, limits or Limits(), chat=chat, seed=7, note=notes.append)
-                ended = await rollout(row, Policy(talk, executor=hands))
+                talk = Conversations(speaker, limits or EpisodeLimits(), chat=chat, seed=7, note=notes.append)
+                ended = await rollout(row, EpisodePolicy(talk, executor=hands))
                 return Attempt(ended=ended, turns=list(talk.turns), read=read)
 
             async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import headrace
-from headrace.bridges.atropos import UNMARKED, Answers, Group, Registration, registered, serving
+from headrace.bridges.atropos import UNMARKED, Answers, AtroposGroup, Registration, registered, serving
 from headrace.errors import DataError, RunError
 from headrace.policy import Sample, Tokens
 from tests.bridges.test_own_environments import free_port
@@ -112,7 +112,7 @@ async def environment(queue: str, model: str, key: str, tokenizer: Any, log: lis
             await asyncio.sleep(0.01)
 
 
-async def step(policy: headrace.Policy, groups: list[Group]) -> list[Group]:
+async def step(policy: headrace.Policy, groups: list[AtroposGroup]) -> list[AtroposGroup]:
     samples = [[Sample.of(tokens) for tokens in group.sequences] for group in groups]
     policy.forward_backward(samples, policy.advantages("grpo", [group.scores for group in groups]))
     policy.optim_step()
@@ -120,7 +120,7 @@ async def step(policy: headrace.Policy, groups: list[Group]) -> list[Group]:
     return groups
 
 
-async def first(batches: AsyncIterator[list[Group]], count: int) -> AsyncIterator[list[Group]]:
+async def first(batches: AsyncIterator[list[AtroposGroup]], count: int) -> AsyncIterator[list[AtroposGroup]]:
     for _ in range(count):
         yield await anext(batches)
 
@@ -133,7 +133,7 @@ def test_batches_of_the_real_server_are_trained(model_dir: Path) -> None:
     port, log = free_port(), list[dict[str, Any]]()
     policy = headrace.Policy.load(model_dir, lr=1e-2, loss="grpo", engine={"max_context": 64, "max_sequences": 16})
 
-    async def train(queue_url: str) -> list[list[Group]]:
+    async def train(queue_url: str) -> list[list[AtroposGroup]]:
         where = free_port()
         about = Registration(batch_size=8, max_token_len=64, num_steps=3)
         async with policy, serving(policy, port=where) as answers, asyncio.TaskGroup() as tasks:
@@ -226,7 +226,7 @@ def test_an_environment_of_the_library_is_trained_as_it_is(model_dir: Path, tmp_
     policy = headrace.Policy.load(model_dir, lr=1e-2, loss="grpo", engine={"max_context": 64, "max_sequences": 16})
     port, where = free_port(), free_port()
 
-    async def train(queue_url: str) -> tuple[list[list[Group]], Answers]:
+    async def train(queue_url: str) -> tuple[list[list[AtroposGroup]], Answers]:
         about = Registration(batch_size=8, max_token_len=64, num_steps=NUM_BATCHES)
         async with (
             policy,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from headrace.errors import EnvError
-from headrace.rollout import Limits
+from headrace.rollout import EpisodeLimits
 from tests.bridges.scripted import attempts
 
 
@@ -49,7 +49,7 @@ def test_two_players_earn_apart() -> None:
 
 
 def test_a_budget_that_is_spent_ends_the_game_with_nothing() -> None:
-    (game,) = attempts("textarena/GuessTheNumber-v0", [{"number": 1}], _counting(), limits=Limits(max_turns=2))
+    (game,) = attempts("textarena/GuessTheNumber-v0", [{"number": 1}], _counting(), limits=EpisodeLimits(max_turns=2))
     assert game.ended.reward == 0.0
     assert len(game.read) == 2
 

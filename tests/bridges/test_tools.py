@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import EnvError
-from headrace.rollout import Limits
+from headrace.rollout import EpisodeLimits
 from tests.bridges.scripted import attempts
 
 SERVER = '''
@@ -80,7 +80,7 @@ def test_what_goes_wrong_with_a_call_is_its_answer(server: str) -> None:
 
 
 def test_a_budget_ends_the_calls(server: str) -> None:
-    (attempt,) = attempts(server, [{"prompt": "a"}], lambda _: calling("count"), limits=Limits(max_turns=3))
+    (attempt,) = attempts(server, [{"prompt": "a"}], lambda _: calling("count"), limits=EpisodeLimits(max_turns=3))
     assert len(attempt.read) == 3
     assert attempt.ended.reward is None
 

@@ -15,7 +15,7 @@ import pytest
 from headrace.errors import ConfigError, EnvError
 from headrace.scoring.reward import load_reward
 from headrace.session import evaluate, load_config, train
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 from tests.bridges.test_reasoning_gym import TASKS
 from tests.bridges.test_tools import SERVER
 from tests.session.runs import make_run
@@ -115,7 +115,9 @@ def test_trls_own_rewards_are_found_in_a_file_that_imports_them(
 ) -> None:
     run_file = make_run(tmp_path, model_dir, reward=TRL_REWARDS, env={"reward": f"reward.py:{name}"})
     prompt = [{"role": "user", "content": "a third?"}]
-    request = Score(call=0, prompt=prompt, completions=texts, row={"prompt": prompt, "solution": r"$\frac{1}{3}$"})
+    request = ScoreCompletions(
+        call=0, prompt=prompt, completions=texts, row={"prompt": prompt, "solution": r"$\frac{1}{3}$"}
+    )
     with ThreadPoolExecutor(max_workers=1) as hands:
         scores = asyncio.run(load_reward(load_config(run_file).env.reward, hands).score(request))
     assert (scores.failure, scores.rewards) == ("", rewards)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headrace.flow.ledger.browse import Browser
-from headrace.launch.interleaving import Handled, Told, interleaving_file, read_interleaving
+from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
 from headrace.observe.metrics import over_run
 from headrace.observe.rundata import load_run
 from headrace.rollout.runner import episode_seed
@@ -121,9 +121,9 @@ class Seen:
         asked: set[EpisodeKey] = set()
         count = 0
         for order in self.orders:
-            if order.told is Told.GENERATE:
+            if order.told is EngineInput.GENERATE:
                 asked |= {keys[one] for one in order.seeds if one in keys}
-            if order.told is Told.COMMIT:
+            if order.told is EngineInput.COMMIT:
                 count += sum(bool(self.versions[key]) and min(self.versions[key]) >= order.version for key in asked)
         return count
 
@@ -132,9 +132,9 @@ class Seen:
         """Steps that the engine made between each time that it was put to sleep and the commit that woke it."""
         made, asleep = [], None
         for order in self.orders:
-            if order.told is Told.PAUSE and asleep is None:
+            if order.told is EngineInput.PAUSE and asleep is None:
                 asleep = order.steps
-            if order.told is Told.COMMIT and asleep is not None:
+            if order.told is EngineInput.COMMIT and asleep is not None:
                 made.append(order.steps - asleep)
                 asleep = None
         return made

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.compare import Row, Terms, compare
+from headrace.compare import ComparisonConfig, RecipeRow, compare
 from headrace.compare.picture import compare_png
 from headrace.compare.rows import decided, row_of
 from headrace.compare.tables import COLUMNS, markdown
@@ -43,7 +43,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compared(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a comparison of two."""
     directory = tmp_path_factory.mktemp("compared")
-    terms = Terms(
+    terms = ComparisonConfig(
         recipes=["trl-sync", "areal"], directory=directory, run_file=run_file, steps=STEPS, overrides=list(BUSY_ENGINE)
     )
     told: list[str] = []
@@ -62,7 +62,9 @@ def test_recipes_do_at_a_commit_what_their_rows_say(name: str, compared: Path, r
 
 def test_a_recipe_that_rejects_trains_nothing_older_and_counts_what_left(tmp_path: Path, run_file: Path) -> None:
     settings = [*BUSY_LEARNER, "flow.groups_per_step=16"]
-    terms = Terms(recipes=["pipelinerl"], directory=tmp_path, run_file=run_file, steps=STEPS, overrides=settings)
+    terms = ComparisonConfig(
+        recipes=["pipelinerl"], directory=tmp_path, run_file=run_file, steps=STEPS, overrides=settings
+    )
     (row,) = compare(terms).rows
     seen = Seen(tmp_path / "pipelinerl")
     check_always(PROMISES["pipelinerl"], seen, bytes_of(run_file.parent))
@@ -98,7 +100,7 @@ def again(settings: dict[str, Any], **changes: Any) -> Any:
         "steps": settings["steps"],
         "overrides": list(BUSY_ENGINE),
     }
-    return compare(Terms(**{**terms, **changes}))
+    return compare(ComparisonConfig(**{**terms, **changes}))
 
 
 def test_what_has_finished_is_not_run_again_and_the_program_prints_and_writes_it(
@@ -140,12 +142,12 @@ def test_what_could_not_be_compared_is_refused_before_anything_runs(
 
 def test_a_setting_that_fits_no_recipe_is_refused_before_the_demo_learns_its_task(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trl-sync: .*learner\.lrr"):
-        compare(Terms(recipes=["trl-sync"], directory=tmp_path, overrides=["learner.lrr=1"]))
+        compare(ComparisonConfig(recipes=["trl-sync"], directory=tmp_path, overrides=["learner.lrr=1"]))
     assert not (tmp_path / "demo" / "model").exists()
 
 
 def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run_file: Path) -> None:
-    terms = Terms(
+    terms = ComparisonConfig(
         recipes=["oat", "tunix"], directory=tmp_path, run_file=run_file, overrides=["data.path=none.jsonl"]
     )  # fmt: skip
     rows = compare(terms).rows
@@ -158,11 +160,11 @@ def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run
 @pytest.mark.slow
 def test_a_run_that_was_broken_off_goes_on(compared: Path, run_file: Path, tmp_path: Path) -> None:
     name, terms = "trl-sync", {"run_file": run_file, "steps": 2, "recipes": ["trl-sync"], "overrides": []}
-    (row,) = compare(Terms(directory=tmp_path, **terms)).rows
+    (row,) = compare(ComparisonConfig(directory=tmp_path, **terms)).rows
     summary = read_summary(tmp_path / name)
     assert summary is not None
     write_json(tmp_path / name / "summary.json", {**summary, "status": "stopped"})
-    (resumed,) = compare(Terms(directory=tmp_path, **terms)).rows
+    (resumed,) = compare(ComparisonConfig(directory=tmp_path, **terms)).rows
     assert (row.status, resumed.status, resumed.steps) == ("finished", "finished", 2)
 
 
@@ -206,7 +208,7 @@ def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:
 
 
 def test_a_row_of_which_little_is_known_is_shown_with_dashes() -> None:
-    row = Row(recipe="oat", status="stopped", resumed=True)
+    row = RecipeRow(recipe="oat", status="stopped", resumed=True)
     shown = {title: of(row) for title, of in COLUMNS.items()}
     assert shown["recipe"] == "oat*"
     assert set(list(shown.values())[5:]) == {"–"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.compare import Terms, compare
+from headrace.compare import ComparisonConfig, compare
 from headrace.recipes.demo import build_demo
 from headrace.recipes.systems import recipes
 from tests.compare.rows import (
@@ -22,7 +22,7 @@ from tests.compare.seen import Seen
 
 
 def run(run_file: Path, directory: Path, name: str, settings: tuple[str, ...]) -> Seen:
-    terms = Terms(
+    terms = ComparisonConfig(
         recipes=[name],
         directory=directory,
         run_file=run_file,

@@ -13,7 +13,7 @@ import pytest
 
 from headrace import checkpoint
 from headrace.clock import run_virtual
-from headrace.control import Controller, Parts, RunSection, Settings, Summary
+from headrace.control import Components, Controller, ControlSettings, RunSection, Summary
 from headrace.control.observer import Observers
 from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
@@ -65,13 +65,13 @@ class Plan:
     learner: Callable[[], Any] = lambda: FakeLearner(token_s=0.002)
     scorer: Callable[[], Any] = lambda: FakeScorer(seconds=0.3)
     taught: bool = False
-    parts: Callable[[Parts], Parts] = lambda parts: parts
+    parts: Callable[[Components], Components] = lambda parts: parts
     """Changes the parts."""
 
-    def settings(self) -> Settings:
+    def settings(self) -> ControlSettings:
         flow = {"groups_per_step": 2, "group_size": 3, "max_age": 1, **self.flow}
         run = {"steps": self.steps, "checkpoint_every": 2, **self.run}
-        return Settings(
+        return ControlSettings(
             run=RunSection(**run),
             flow=FlowConfig(**flow),
             order=lambda number: number % self.num_tasks,
@@ -152,10 +152,10 @@ def groups_of(batch: Batch) -> list[int]:
     return list(dict.fromkeys(batch.ids_N[starts].tolist()))
 
 
-def with_eval(num_rows: int) -> Callable[[Parts], Parts]:
+def with_eval(num_rows: int) -> Callable[[Components], Components]:
     """Adds held-out rows."""
 
-    def change(parts: Parts) -> Parts:
+    def change(parts: Components) -> Components:
         tasks = [
             Task(row_index=row, row={"prompt": "?"}, prompt="?", prompt_ids_T=np.array([row], np.int32))
             for row in range(num_rows)

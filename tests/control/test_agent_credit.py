@@ -19,7 +19,7 @@ from headrace.control.loops.feeding import collate
 from headrace.errors import ConfigError
 from headrace.flow.filters import KEEP, FilterContext, ZeroVariance
 from headrace.rollout.agents import FROZEN_AGENT
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, role_of
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, role_of
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import Tokens
 from headrace.types.versions import FROZEN
@@ -46,12 +46,12 @@ def given_turn(parent: int | None = None) -> Turn:
     return Turn(author="task" if parent is None else "user", tokens=Tokens.observed([7, 8]), parent=parent)
 
 
-def episode(group: int, place: int, turns: Sequence[Turn], **fields: Any) -> Episode:
+def episode(group: int, place: int, turns: Sequence[Turn], **fields: Any) -> EpisodeGraph:
     fields = {"status": EpisodeStatus.SCORED, "reward": 0.0, **fields}
-    return Episode(key=EpisodeKey(group, place), turns=list(turns), **fields)
+    return EpisodeGraph(key=EpisodeKey(group, place), turns=list(turns), **fields)
 
 
-def game(group: int, place: int, rewards: Mapping[str, float], *, silent: Sequence[str] = ()) -> Episode:
+def game(group: int, place: int, rewards: Mapping[str, float], *, silent: Sequence[str] = ()) -> EpisodeGraph:
     """Each agent answers twice, in a conversation of its own."""
     turns: list[Turn] = []
     for agent in rewards:
@@ -63,7 +63,7 @@ def game(group: int, place: int, rewards: Mapping[str, float], *, silent: Sequen
     return episode(group, place, turns or [given_turn()], agent_rewards=dict(rewards))
 
 
-def grouped(*episodes: Episode) -> list[ScoredGroup]:
+def grouped(*episodes: EpisodeGraph) -> list[ScoredGroup]:
     numbers = sorted({each.key.group for each in episodes})
     return [
         ScoredGroup(number=number, episodes=tuple(each for each in episodes if each.key.group == number))
@@ -71,7 +71,7 @@ def grouped(*episodes: Episode) -> list[ScoredGroup]:
     ]
 
 
-def by_agent(episodes: Sequence[Episode], credits: Sequence[Any]) -> list[dict[str, float]]:
+def by_agent(episodes: Sequence[EpisodeGraph], credits: Sequence[Any]) -> list[dict[str, float]]:
     """What the turns of each agent are credited with: one number for all of them; given turns with nothing."""
     found: list[dict[str, float]] = []
     for each, of_turns in zip(episodes, credits, strict=True):
@@ -86,7 +86,7 @@ def by_agent(episodes: Sequence[Episode], credits: Sequence[Any]) -> list[dict[s
     return found
 
 
-def reference(episodes: Sequence[Episode]) -> list[dict[str, float]]:
+def reference(episodes: Sequence[EpisodeGraph]) -> list[dict[str, float]]:
     """GRPO by hand, in float64: (R − mean) / (std + 1e-6) over all agents of a role in a group, ddof 1."""
     pools: dict[tuple[int, str], list[float]] = {}
     for each in episodes:
@@ -180,7 +180,7 @@ def test_turns_are_credited_by_step_within_their_agent() -> None:
     """What single answers earned is compared among answers of one role in one state."""
     algo = AlgoConfig(advantage={"kind": "step", "gamma": 0.5, "weight": 1.0})
 
-    def played(place: int, own: tuple[float, float], judge: float) -> Episode:
+    def played(place: int, own: tuple[float, float], judge: float) -> EpisodeGraph:
         turns = [
             given_turn(), said("player", 1, 0, reward=own[0]), given_turn(1), said("player", 1, 2),
             given_turn(), said("judge", 1, 4),

@@ -1,12 +1,12 @@
 """What is noted of groups and episodes: their environments until they are trained, and a span of each end, once."""
 
 from headrace.control.attempts import Attempts
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 
 
 def test_a_span_of_each_end_is_told_once_and_the_episode_knows_when_it_was() -> None:
     attempts = Attempts("env")
-    episodes = [Episode(key=EpisodeKey(number, place)) for number, place in ((7, 0), (8, 0), (7, 1))]
+    episodes = [EpisodeGraph(key=EpisodeKey(number, place)) for number, place in ((7, 0), (8, 0), (7, 1))]
     attempts.ended(episodes[0], 1.0, 2.0)
     attempts.ended(episodes[1], 1.0, 2.5)
     told = [(span.of, span.start_s, span.end_s) for span in attempts.spans()]

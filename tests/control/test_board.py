@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headrace.clock import VirtualClock, run_virtual
-from headrace.control.board import Board, LoopContract, Standstill
+from headrace.control.board import ActivityBoard, LoopContract, Standstill
 from headrace.errors import StallError
 
 CONTRACTS = tuple(
@@ -18,7 +18,7 @@ CONTRACTS = tuple(
 
 def test_table_says_what_each_loop_does_and_for_how_long() -> None:
     async def main() -> None:
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
         await asyncio.sleep(1)
         board.working("left", "step 3")
         with board.waiting("right", "a batch", on="left"):
@@ -38,7 +38,7 @@ def test_table_says_what_each_loop_does_and_for_how_long() -> None:
 
 def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
     async def main() -> None:
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
         with board.asking("left", "a reward", of="workers"):
             await asyncio.sleep(3)
             with board.asking("left", "a reward", of="workers"):
@@ -51,7 +51,7 @@ def test_answers_that_are_owed_are_counted_with_the_oldest_first() -> None:
 
 def test_watch_ends_when_nothing_has_moved_and_names_the_oldest_debt() -> None:
     async def main() -> float:
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
         with board.asking("right", "tokens", of="engine"):
             await asyncio.sleep(4)
             with board.asking("left", "a reward", of="workers"):
@@ -68,7 +68,7 @@ def test_watch_ends_when_nothing_has_moved_and_names_the_oldest_debt() -> None:
 def test_watch_comes_to_its_end_where_the_clock_hardly_moves() -> None:
     async def main() -> None:
         await asyncio.sleep(1e6 + 0.3)
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
         for _ in range(50):  # sums of fractions: what is left can be less than the clock can tell
             await asyncio.sleep(0.1)
         with pytest.raises(StallError):
@@ -80,7 +80,7 @@ def test_watch_comes_to_its_end_where_the_clock_hardly_moves() -> None:
 @pytest.mark.parametrize("kind", ["progress", "waiting", "asking"])
 def test_anything_that_moves_keeps_the_watch_quiet(kind: str) -> None:
     async def main() -> None:
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
 
         async def move() -> None:
             for _ in range(20):
@@ -113,7 +113,7 @@ def test_time_in_which_the_controller_itself_was_stopped_is_no_stall() -> None:
 
     async def main() -> None:
         clock = Jumping()
-        board = Board(CONTRACTS, clock)
+        board = ActivityBoard(CONTRACTS, clock)
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(board.watch(10.0))
             await asyncio.sleep(5.5)
@@ -130,7 +130,7 @@ def test_time_in_which_the_controller_itself_was_stopped_is_no_stall() -> None:
 def test_a_process_that_was_stopped_and_replaced_leaves_the_others_the_whole_timeout() -> None:
     async def main() -> None:
         stopped = [Standstill(words="environment-0 (pid 7) is stopped", stopped=True)]
-        board = Board(CONTRACTS, VirtualClock())
+        board = ActivityBoard(CONTRACTS, VirtualClock())
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(board.watch(10.0, standing=lambda: stopped))
             await asyncio.sleep(30.0)

@@ -17,7 +17,7 @@ from headrace.control.credit import credit
 from headrace.control.loops.feeding import collate
 from headrace.flow.pivots import outcomes_of
 from headrace.types.batch import Batch
-from headrace.types.episode import Branch, Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import Tokens
 
@@ -29,9 +29,9 @@ def turn(length: int, parent: int | None, *, branch: Branch | None = None, **fie
     )  # fmt: skip
 
 
-def episode(place: int, reward: float, *turns: Turn) -> Episode:
+def episode(place: int, reward: float, *turns: Turn) -> EpisodeGraph:
     prompt = Turn(author="task", tokens=Tokens.observed([1, 2]))
-    return Episode(key=EpisodeKey(0, place), turns=[prompt, *turns], status=EpisodeStatus.SCORED, reward=reward)
+    return EpisodeGraph(key=EpisodeKey(0, place), turns=[prompt, *turns], status=EpisodeStatus.SCORED, reward=reward)
 
 
 def grown() -> ScoredGroup:
@@ -116,7 +116,7 @@ def test_the_outcome_of_a_pivot_is_its_depth_and_whether_a_branch_succeeded() ->
     assert outcomes_of(grown().episodes[0], 0.0) == []
 
 
-def segmented(place: int, reward: float, process: Sequence[tuple[int, float]]) -> Episode:
+def segmented(place: int, reward: float, process: Sequence[tuple[int, float]]) -> EpisodeGraph:
     turns = [turn(length, number, process=graded) for number, (length, graded) in enumerate(process)]
     return episode(place, reward, *turns)
 

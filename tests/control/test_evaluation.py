@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.clock import run_virtual
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.control.estimates import mean_of, pass_at_k, pass_hat_k, share_of
-from headrace.control.evaluation import Evaluator, Told
-from headrace.env import OpenEpisode, Outcome
+from headrace.control.evaluation import EvaluationListener, Evaluator
+from headrace.env import AttemptOutcome, OpenEpisode
 from headrace.errors import EnvError, EpisodeError
 from headrace.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.task import Task
 from tests.scoring.test_process_rewards import ByNumber, ThreeTurns
 
@@ -69,22 +69,24 @@ def test_a_share_and_its_interval_stay_between_0_and_1(values: list[float]) -> N
 
 def evaluated(
     directory: Path, *, samples: int, scorer: Any = None, **changes: Any
-) -> tuple[list[list[float]], list[Episode], list[str]]:
+) -> tuple[list[list[float]], list[EpisodeGraph], list[str]]:
     """The rewards of three tasks, what was kept of the attempts, and the warnings."""
-    kept: list[Episode] = []
+    kept: list[EpisodeGraph] = []
     warnings: list[str] = []
 
-    async def keep(episode: Episode) -> None:
+    async def keep(episode: EpisodeGraph) -> None:
         kept.append(replace(episode, turns=list(episode.turns)))
 
     async def main() -> list[list[float]]:
-        parts: Parts = fake_parts(directory, scorer=scorer)
+        parts: Components = fake_parts(directory, scorer=scorer)
         await parts.engine.stage(await parts.learner.published(await parts.learner.snapshot(0, 0)))
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:3], **changes)
         evaluator = Evaluator(serving, samples=samples, temperature=None, run_seed=0)
         async with asyncio.timeout(1000):
-            return await evaluator.rewards(Told(on_tokens=lambda _: None, warn=warnings.append, keep=keep))
+            return await evaluator.rewards(
+                EvaluationListener(on_tokens=lambda _: None, warn=warnings.append, keep=keep)
+            )
 
     return run_virtual(main()), kept, warnings
 
@@ -133,11 +135,11 @@ class Earns:
     def __init__(self, fails: Sequence[int]) -> None:
         self._fails = fails
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         if task.row_index in self._fails:
             raise EpisodeError("no", remedy="none", reason="env_timeout")
         await episode.sample(task.prompt_ids_T)
-        return Outcome(reward=0.5)
+        return AttemptOutcome(reward=0.5)
 
 
 def test_attempts_that_fail_count_as_nothing_and_all_of_them_are_an_error(tmp_path: Path) -> None:

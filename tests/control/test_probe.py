@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.control import Settings
+from headrace.control import ControlSettings
 from headrace.errors import RunError
 from headrace.session.running import first_cause
 from headrace.testing import FakeLearner
@@ -32,7 +32,7 @@ class Explained(Plan):
 
     largest_gap: float
 
-    def settings(self) -> Settings:
+    def settings(self) -> ControlSettings:
         return replace(super().settings(), largest_gap=self.largest_gap)
 
 

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.control import Parts, Settings
+from headrace.control import Components, ControlSettings
 from headrace.control.groups import OpenGroup
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.env import Curriculum, CurriculumConfig
-from headrace.env.data import Order
+from headrace.env.data import RowOrder
 from headrace.errors import DataError, NothingToLearn
 from headrace.flow.ledger import SqliteLedger
 from headrace.scoring import Scores
 from headrace.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
@@ -83,7 +83,7 @@ def filtered(run_dir: Path, filters: list[Any], *, seed: int = 0, **flow: Any) -
     )
 
 
-def episodes_of(run_dir: Path, number: int) -> list[Episode]:
+def episodes_of(run_dir: Path, number: int) -> list[EpisodeGraph]:
     ledger = SqliteLedger.open(run_dir / "ledger.sqlite")
     try:
         return ledger.episodes(number)
@@ -225,8 +225,8 @@ def _task() -> Task:
     return Task(row_index=0, row={}, prompt="", prompt_ids_T=np.array([0], np.int32))
 
 
-def _finished(place: int) -> Episode:
-    return Episode(key=EpisodeKey(0, place), status=EpisodeStatus.FINISHED)
+def _finished(place: int) -> EpisodeGraph:
+    return EpisodeGraph(key=EpisodeKey(0, place), status=EpisodeStatus.FINISHED)
 
 
 def test_masked_episode_moves_the_baseline_and_carries_no_loss(tmp_path: Path) -> None:
@@ -285,12 +285,12 @@ def with_rows(plan: Plan, *, epochs: int | None = None, curriculum: CurriculumCo
 
     @dataclass(kw_only=True)
     class Rowed(Plan):
-        def settings(self) -> Settings:
+        def settings(self) -> ControlSettings:
             given = super().settings()
             made = None
             if curriculum is not None:
                 made = Curriculum(curriculum, num_rows=rows, seed=3, epochs=epochs)
-            return replace(given, order=Order(num_rows=rows, seed=3, shuffle=True, epochs=epochs), curriculum=made)
+            return replace(given, order=RowOrder(num_rows=rows, seed=3, shuffle=True, epochs=epochs), curriculum=made)
 
     return Rowed(**{name: getattr(plan, name) for name in Plan.__dataclass_fields__})
 
@@ -318,7 +318,7 @@ def test_rows_that_are_used_up_end_the_run_in_words(
 def test_curriculum_that_picks_only_rows_that_do_not_fit_ends_the_run_in_words(tmp_path: Path) -> None:
     only_unseen = CurriculumConfig(hard=0.0, target=0.0, easy=0.0)
 
-    def long_rows(parts: Parts) -> Parts:
+    def long_rows(parts: Components) -> Components:
         tasks = [
             replace(task, prompt_ids_T=np.full(2000, 0, np.int32)) if task.row_index % 2 else task
             for task in parts.tasks

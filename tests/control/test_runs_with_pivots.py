@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from headrace.algo.config import AlgoConfig
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.control.credit import credit
 from headrace.control.segments import cuts_of
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import OpenEpisode, Outcome
+from headrace.env import AttemptOutcome, OpenEpisode
 from headrace.errors import RequestError
 from headrace.scoring import Graded
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from headrace.types.episode import Episode, Turn
+from headrace.types.episode import EpisodeGraph, Turn
 from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
@@ -69,7 +69,7 @@ class Forkable(FakeEngine):
 def run(
     run_dir: Path,
     *,
-    change: Callable[[Parts], Parts] = lambda parts: parts,
+    change: Callable[[Components], Components] = lambda parts: parts,
     algo: AlgoConfig | None = None,
     crash_at: float | None = None,
     **settings: Any,
@@ -95,7 +95,7 @@ def run(
     return live(plan, crash_at=crash_at), trained
 
 
-def branches(episode: Episode) -> dict[int, dict[int, list[Turn]]]:
+def branches(episode: EpisodeGraph) -> dict[int, dict[int, list[Turn]]]:
     """By pivot and number."""
     found: dict[int, dict[int, list[Turn]]] = {}
     for turn in episode.turns:
@@ -195,14 +195,14 @@ class TwoAnswers:
     def __init__(self, *, differs: bool = False, breaks: bool = False) -> None:
         self._differs, self._breaks, self._attempts = differs, breaks, itertools.count()
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         first = await episode.sample(task.prompt_ids_T)
         said = [700 + len(first.token_ids)] + ([next(self._attempts)] if self._differs else [])
         prompt_T = np.concatenate([task.prompt_ids_T, np.array(first.token_ids, np.int32), np.array(said, np.int32)])
         second = await episode.sample(prompt_T)
         if self._breaks and next(self._attempts) % 3 == 2:
             raise RuntimeError("the tool broke")
-        return Outcome(reward=float((len(first.token_ids) + len(second.token_ids)) % 2))
+        return AttemptOutcome(reward=float((len(first.token_ids) + len(second.token_ids)) % 2))
 
 
 def test_an_environment_goes_on_behind_a_branch_of_an_earlier_turn(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ class BySegment:
 def test_segments_at_entropy_spikes_are_graded_one_by_one_and_do_not_count_in_the_reward(tmp_path: Path) -> None:
     algo, scorer = AlgoConfig(advantage={"kind": "prpo", "spikes": 3, "gap": 4}), BySegment()
 
-    def change(parts: Parts) -> Parts:
+    def change(parts: Components) -> Components:
         sampling = msgspec.structs.replace(parts.sampling, record_entropy=True)
         return replace(parts, sampling=sampling, turn_scorer=scorer, segments=cuts_of(algo))
 

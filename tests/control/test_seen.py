@@ -3,7 +3,7 @@
 import numpy as np
 
 from headrace.control.seen import look_at
-from headrace.types.episode import Branch, Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import Tokens
 
@@ -18,10 +18,10 @@ def sampled(length: int, author: str = "policy", reason: StopReason = StopReason
     return Turn(author=author, tokens=tokens, stop_reason=reason, branch=of_branch)
 
 
-def episode(number: int, place: int, *turns: Turn, reward: float | None, ended_s: float | None = None) -> Episode:
+def episode(number: int, place: int, *turns: Turn, reward: float | None, ended_s: float | None = None) -> EpisodeGraph:
     given = Turn(author="task", tokens=Tokens.observed([1, 2, 3]))
     status = EpisodeStatus.FAILED if reward is None else EpisodeStatus.SCORED
-    made = Episode(key=EpisodeKey(number, place), turns=[given, *turns], status=status, reward=reward)
+    made = EpisodeGraph(key=EpisodeKey(number, place), turns=[given, *turns], status=status, reward=reward)
     made.ended_s = ended_s
     return made
 

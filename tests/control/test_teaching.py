@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from headrace.clock import run_virtual
-from headrace.control import Parts
-from headrace.control.teaching import AT_ONCE, Teacher, Teachers, TeacherTerms, Teaching
+from headrace.control import Components
+from headrace.control.teaching import AT_ONCE, TeacherClient, Teachers, TeacherTerms, Teaching
 from headrace.errors import ComponentDied, RequestError
 from headrace.session.running import first_cause
 from headrace.testing import FakeEngine
-from headrace.types.episode import Episode, EpisodeKey, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.types.task import Task
 from headrace.types.taught import TopScores
 from headrace.types.tokens import Tokens
@@ -63,20 +63,22 @@ def sampled(ids: Sequence[int], parent: int, untrained: str = "") -> Turn:
     return Turn(author="policy", tokens=tokens, parent=parent, stop_reason=StopReason.STOP, untrained=untrained)
 
 
-def graph(*turns: Turn) -> Episode:
+def graph(*turns: Turn) -> EpisodeGraph:
     prompt = Turn(author="task", tokens=Tokens.observed([1, 2]))
-    return Episode(key=EpisodeKey(0, 0), turns=[prompt, *turns])
+    return EpisodeGraph(key=EpisodeKey(0, 0), turns=[prompt, *turns])
 
 
 def terms(**changes: Any) -> TeacherTerms:
     return TeacherTerms(**{"version": FROZEN, "num_entries": 2, **changes})
 
 
-def taught(episode: Episode, task: Task, teachers: dict[str, tuple[FakeEngine, TeacherTerms]]) -> str:
+def taught(episode: EpisodeGraph, task: Task, teachers: dict[str, tuple[FakeEngine, TeacherTerms]]) -> str:
     """Ask, add, and say why it failed."""
 
     async def test() -> str:
-        by_name = {name: Teacher(engine=engine, name=name, terms=asked) for name, (engine, asked) in teachers.items()}
+        by_name = {
+            name: TeacherClient(engine=engine, name=name, terms=asked) for name, (engine, asked) in teachers.items()
+        }
         async with asyncio.TaskGroup() as group:
             everyone = Teachers(by_name=by_name, column="teacher", temperature=1.0)
             teaching = Teaching(everyone, group, nullcontext)
@@ -86,7 +88,7 @@ def taught(episode: Episode, task: Task, teachers: dict[str, tuple[FakeEngine, T
     return run_virtual(test())
 
 
-def said(episode: Episode) -> list[list[float] | None]:
+def said(episode: EpisodeGraph) -> list[list[float] | None]:
     found = [turn.tokens.taught for turn in episode.turns]
     return [None if one is None else (-one.logprobs_T).tolist() for one in found]
 
@@ -158,9 +160,9 @@ def test_what_no_other_call_could_mend_is_not_asked_again() -> None:
     assert len(engine.asked) == 1
 
 
-def with_teacher(engine: FakeEngine, **changes: Any) -> Callable[[Parts], Parts]:
-    def change(parts: Parts) -> Parts:
-        one = Teacher(engine=engine, name="", terms=terms(**changes))
+def with_teacher(engine: FakeEngine, **changes: Any) -> Callable[[Components], Components]:
+    def change(parts: Components) -> Components:
+        one = TeacherClient(engine=engine, name="", terms=terms(**changes))
         return replace(parts, teachers=Teachers(by_name={"": one}, column="teacher", temperature=1.0))
 
     return change

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.control.board import Standstill
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import (
@@ -121,7 +121,7 @@ def test_run_waits_for_a_process_that_is_stopped_and_goes_on_with_it(tmp_path: P
     class StoppedForGood(StoppedLearner):
         halt_s = 1e9
 
-    def with_standing(parts: Parts) -> Parts:
+    def with_standing(parts: Components) -> Components:
         learner = parts.learner
         assert isinstance(learner, StoppedLearner)
         return replace(parts, standing=lambda: learner._standing)
@@ -179,7 +179,7 @@ def test_tokens_of_a_request_that_fails_halfway_stay_in_the_books(tmp_path: Path
 
 
 def test_row_whose_prompt_changed_before_a_restart_costs_its_group(tmp_path: Path) -> None:
-    def other_prompts(parts: Parts) -> Parts:
+    def other_prompts(parts: Components) -> Components:
         return replace(parts, tasks=[replace(task, prompt_ids_T=np.array([7, 7], np.int32)) for task in parts.tasks])
 
     plan = Plan(run_dir=tmp_path, steps=6, scorer=lambda: FakeScorer(seconds=0.0))
@@ -266,8 +266,8 @@ def test_refused_request_costs_its_own_episode_only(tmp_path: Path) -> None:
     assert warning.startswith("episodes fail: request_refused: no room for 3 tokens (")
 
 
-def long_rows(rows: set[int], length: int = 2000) -> Callable[[Parts], Parts]:
-    def change(parts: Parts) -> Parts:
+def long_rows(rows: set[int], length: int = 2000) -> Callable[[Components], Components]:
+    def change(parts: Components) -> Components:
         tasks = [
             replace(task, prompt_ids_T=np.full(length, task.row_index, np.int32)) if task.row_index in rows else task
             for task in parts.tasks

@@ -20,7 +20,7 @@ from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.plan import Simulation, Workload, World
 from headrace.plan.costs import Linear, TrainingRate
-from headrace.plan.outcome import Outcome
+from headrace.plan.outcome import SimulatedOutcome
 from headrace.recipes.demo.task import CHAT_TEMPLATE
 
 Names = dict[str, Any]
@@ -126,7 +126,7 @@ def extending(runner: Runner) -> Iterator[Names]:
     assert outcome.dropped_groups["too_easy"] > 0
 
 
-def simulated(flow: FlowConfig) -> Outcome:
+def simulated(flow: FlowConfig) -> SimulatedOutcome:
     """Five steps of the real flow on virtual time."""
     costs: Names = {"engine": Linear(fixed_s=0.02), "learner": TrainingRate(tok_s=20_000)}
     work = Workload(prompt_tokens=10, answer_tokens={"kind": "lognormal", "mean": 50, "cv": 1.0}, solved=(2.0, 2.0))

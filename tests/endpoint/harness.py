@@ -14,15 +14,15 @@ import numpy as np
 
 from headrace.clock import RealClock
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env.base import OpenEpisode, Outcome
+from headrace.env.base import AttemptOutcome, OpenEpisode
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import Conversations
-from headrace.rollout.conversations import Limits as Budgets
-from headrace.rollout.endpoint import Access, At, Endpoint, Limits
+from headrace.rollout.conversations import EpisodeLimits as Budgets
+from headrace.rollout.endpoint import Access, At, Endpoint, SessionLimits
 from headrace.types.chat import Message, Tool
-from headrace.types.episode import Episode, EpisodeKey, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.types.sampling import Sampling
 from headrace.types.scored import paths
 from headrace.types.task import Task
@@ -133,33 +133,33 @@ class World:
     warnings: list[str] = field(default_factory=list)
     num_episodes: int = 0
 
-    async def play(self, program: Program) -> Episode:
+    async def play(self, program: Program) -> EpisodeGraph:
         """One episode, in which ``program`` does what it likes."""
         endpoint = self.endpoint
 
         class Played:
             asks_prompt = False
 
-            async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 async with endpoint.session(episode) as access:
                     await program(access)
-                return Outcome(reward=1.0)
+                return AttemptOutcome(reward=1.0)
 
         return await self._run(Played())
 
-    async def direct(self, program: Callable[[OpenEpisode], Awaitable[None]]) -> Episode:
+    async def direct(self, program: Callable[[OpenEpisode], Awaitable[None]]) -> EpisodeGraph:
         """One episode, without any protocol."""
 
         class Played:
             asks_prompt = False
 
-            async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+            async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 await program(episode)
-                return Outcome(reward=1.0)
+                return AttemptOutcome(reward=1.0)
 
         return await self._run(Played())
 
-    async def _run(self, env: Any) -> Episode:
+    async def _run(self, env: Any) -> EpisodeGraph:
         self.num_episodes += 1
         runner = EpisodeRunner(
             engine=self.engine,  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ class World:
 async def world(
     answer: Callable[[str], str] = calling,
     *,
-    limits: Limits | None = None,
+    limits: SessionLimits | None = None,
     budgets: Budgets | None = None,
     at: At | None = None,
 ) -> AsyncIterator[World]:
@@ -186,13 +186,13 @@ async def world(
     async with (
         asyncio.timeout(60),
         Endpoint.listening(
-            SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(limits=limits or Limits())
+            SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(limits=limits or SessionLimits())
         ) as endpoint,
     ):
         yield World(endpoint=endpoint, engine=ScriptedEngine(answer), warnings=warnings, budgets=budgets or Budgets())
 
 
-def samples(episode: Episode) -> list[tuple[Any, ...]]:
+def samples(episode: EpisodeGraph) -> list[tuple[Any, ...]]:
     """What is trained of an episode, with everything that is recorded of it."""
     return [
         (
@@ -205,7 +205,7 @@ def samples(episode: Episode) -> list[tuple[Any, ...]]:
     ]
 
 
-def sampled(episode: Episode) -> list[int]:
+def sampled(episode: EpisodeGraph) -> list[int]:
     """Every sampled token, turn after turn."""
     return sampled_in(episode.turns)
 

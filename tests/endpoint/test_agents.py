@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headrace.env.program import Program
-from headrace.rollout.endpoint import Access, Limits
+from headrace.rollout.endpoint import Access, SessionLimits
 from headrace.types.episode import EpisodeStatus, StopReason
 from tests.endpoint import agents
 from tests.endpoint.harness import ADD, TOKENIZER, add_directly, sampled, samples, world
@@ -244,7 +244,7 @@ def test_streams_say_that_they_are_alive_while_nothing_has_come() -> None:
                 assert (await replies.get_final_response()).output_text == "x" * 300
 
     async def run() -> None:
-        async with world(lambda _: "x" * 300, limits=Limits(ping_s=1e-6)) as here:
+        async with world(lambda _: "x" * 300, limits=SessionLimits(ping_s=1e-6)) as here:
             episode = await here.play(program)
         assert episode.status is EpisodeStatus.FINISHED, episode.cause
 

@@ -15,9 +15,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from headrace.clock import RealClock
-from headrace.rollout.conversations import Limits as Budgets
-from headrace.rollout.endpoint import Access, Limits, app, serving
-from headrace.rollout.endpoint.app import Desk, make_app
+from headrace.rollout.conversations import EpisodeLimits as Budgets
+from headrace.rollout.endpoint import Access, SessionLimits, app, serving
+from headrace.rollout.endpoint.app import EndpointDispatcher, make_app
 from headrace.rollout.endpoint.sessions import Sessions
 from headrace.types.episode import EpisodeStatus
 from tests.endpoint import agents
@@ -65,7 +65,7 @@ def test_only_the_key_of_an_episode_opens_it_and_only_while_it_runs() -> None:
         old.append(access)
 
     async def run() -> None:
-        async with world(lambda _: "hello", limits=Limits(delay_s=0)) as here:
+        async with world(lambda _: "hello", limits=SessionLimits(delay_s=0)) as here:
             for _ in range(2):
                 episode = await here.play(program)
                 assert episode.status is EpisodeStatus.FINISHED, episode.cause
@@ -162,7 +162,7 @@ def test_what_cannot_be_answered_is_refused_in_words_and_the_episode_goes_on() -
             assert (await client.post("/chat/completions", json={"messages": [USER]})).status_code == 200
 
     async def run() -> None:
-        async with world(lambda _: "hello", limits=Limits(max_body_bytes=200_000, patience=99)) as here:
+        async with world(lambda _: "hello", limits=SessionLimits(max_body_bytes=200_000, patience=99)) as here:
             episode = await here.play(program)
         assert episode.status is EpisodeStatus.FINISHED, episode.cause
         assert len(sampled(episode)) == 12
@@ -210,7 +210,7 @@ def test_what_is_open_when_an_episode_ends_is_cut_short_in_words() -> None:
 
     async def run() -> None:
         nonlocal engine
-        async with world(lambda _: HANG * 9, limits=Limits(ping_s=0.001)) as here:
+        async with world(lambda _: HANG * 9, limits=SessionLimits(ping_s=0.001)) as here:
             engine = here.engine
             episode = await here.play(program)
             assert engine.num_running == 0
@@ -236,7 +236,7 @@ def test_a_session_has_so_many_requests_open_and_no_more() -> None:
 
     async def run() -> None:
         nonlocal engine
-        async with world(lambda _: HANG * 9, limits=Limits(max_open=3)) as here:
+        async with world(lambda _: HANG * 9, limits=SessionLimits(max_open=3)) as here:
             engine = here.engine
             episode = await here.play(program)
         assert episode.status is EpisodeStatus.FINISHED, episode.cause
@@ -259,7 +259,7 @@ def test_a_program_that_asks_in_a_circle_is_held_back(monkeypatch: pytest.Monkey
         naps.append(seconds)
 
     async def run() -> None:
-        async with world(lambda _: "hello", limits=Limits(patience=2, delay_s=7.0)) as here:
+        async with world(lambda _: "hello", limits=SessionLimits(patience=2, delay_s=7.0)) as here:
             episode = await here.play(program)
         assert episode.status is EpisodeStatus.FINISHED, episode.cause
 
@@ -376,8 +376,8 @@ def test_no_body_whatever_is_an_error_of_ours(path: str, wild: Any, whole: bool)
 
 async def _post(path: str, body: Any) -> httpx.Response:
     """One request of a session of its own, without a server between."""
-    sessions, limits = Sessions(Limits()), Limits()
-    desk = Desk(sessions=sessions, limits=limits, clock=RealClock(), on_wish=lambda *_: None)
+    sessions, limits = Sessions(SessionLimits()), SessionLimits()
+    desk = EndpointDispatcher(sessions=sessions, limits=limits, clock=RealClock(), on_wish=lambda *_: None)
     transport, episode = httpx.ASGITransport(make_app(desk)), open_episode(ScriptedEngine(lambda _: "hello"))
     async with asyncio.timeout(30), sessions.open(episode, "http://here") as access:
         headers = {"x-api-key": access.api_key}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine.server.refusal import Refusal
-from headrace.env.base import Piece
-from headrace.rollout.endpoint.base import Dialect, Exchange, Setting
+from headrace.env.base import AnswerPiece
+from headrace.rollout.endpoint.base import ChatProtocol, Exchange, Setting
 from headrace.rollout.endpoint.chat import CHAT
 from headrace.rollout.endpoint.messages import MESSAGES
 from headrace.rollout.endpoint.responses import RESPONSES
@@ -51,7 +51,7 @@ def reply(message: Message) -> Reply:
     return Reply(message=message, turn=1, stop_reason=StopReason.STOP, num_prompt_tokens=3, num_tokens=2)
 
 
-def said_in(dialect: Dialect, body: Any, message: Message) -> tuple[Exchange, Any]:
+def said_in(dialect: ChatProtocol, body: Any, message: Message) -> tuple[Exchange, Any]:
     """The body that tells ``message`` in answer to ``body``, as a client reads it."""
     exchange = dialect.understand(body, setting())
     return exchange, json.loads(json.dumps(exchange.whole([reply(message)])))
@@ -62,11 +62,13 @@ def streamed(exchange: Exchange, message: Message, size: int) -> list[Any]:
     telling = exchange.stream()
     texts = [("reasoning", message.reasoning), ("content", message.content)]
     pieces = [(name, text[at : at + size]) for name, text in texts for at in range(0, len(text), size)]
-    events = [event for name, text in pieces for event in telling.grow(0, Piece(num_prompt_tokens=3, **{name: text}))]
+    events = [
+        event for name, text in pieces for event in telling.grow(0, AnswerPiece(num_prompt_tokens=3, **{name: text}))
+    ]
     return [json.loads(json.dumps(event.data)) for event in [*events, *telling.end([reply(message)])]]
 
 
-def read_again(dialect: Dialect, body: Any) -> Message:
+def read_again(dialect: ChatProtocol, body: Any) -> Message:
     """The first message of the policy in ``body``."""
     messages = dialect.understand(body, setting()).asked.messages
     (found,) = [message for message in messages if message.role == "assistant"]
@@ -218,7 +220,7 @@ def test_a_users_message_in_messages_is_its_texts_and_the_answers_of_tools() -> 
         ),
     ],
 )
-def test_a_request_that_wants_no_call_offers_no_tool(dialect: Dialect, body: Any) -> None:
+def test_a_request_that_wants_no_call_offers_no_tool(dialect: ChatProtocol, body: Any) -> None:
     assert dialect.understand(body, setting()).asked.tools == ()
     body = {name: value for name, value in body.items() if name != "tool_choice"}
     assert [tool.name for tool in dialect.understand(body, setting()).asked.tools] == ["f"]

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import ConfigError, EnvError
 from headrace.session import load_config, train
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from tests.env.tasks import chat_model, episodes, make_env_run
 
 EARNED = """
@@ -92,13 +92,13 @@ def make_program_run(directory: Path, model: Path, command: Any, **sections: Any
     return make_env_run(directory, model, PROGRAM, "agent", env=env, **sections)
 
 
-def trained(run_file: Path) -> tuple[Any, list[Episode]]:
+def trained(run_file: Path) -> tuple[Any, list[EpisodeGraph]]:
     summary = train(run_file, overrides=["observe.view=none"])
     assert summary.status == "finished"
     return summary, episodes(run_file.parent / "run", summary.ledger.groups.submitted)
 
 
-def recorded(found: list[Episode]) -> list[Any]:
+def recorded(found: list[EpisodeGraph]) -> list[Any]:
     return [
         (episode.reward, turn.author, turn.parent, *(column.tolist() for column in columns))
         for episode in found

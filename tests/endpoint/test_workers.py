@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from headrace.clock import RealClock
-from headrace.launch.child import Child, Errand, Site
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
@@ -59,14 +59,14 @@ async def crew(directory: Path) -> AsyncIterator[Crew]:
     start = EnvironmentStart(kind="program", entry=command, concurrency=8, block_s=30.0)
     terms = EnvTerms(num_workers=1, concurrency=8, block_s=30.0, start_timeout_s=60.0, scored=False)
     with tempfile.TemporaryDirectory() as sockets:
-        site = Site(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
+        site = Rendezvous(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
         children: list[Child] = []
         numbers = itertools.count()
 
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
             children.append(await Child.start(site, errand, Here()))
             return children[-1]
 

@@ -14,7 +14,7 @@ from headrace.errors import RequestError
 from headrace.models.routing import find_routing
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
 from headrace.types.tokens import Tokens
 from headrace.types.versions import oldest
 from headrace.types.weights import Interrupt
@@ -113,7 +113,7 @@ class Life:
         made = msgspec.structs.replace(
             pooled(which, self.next_id, routed=self._routed),
             prompt_ids_T=np.zeros(0, np.int32),
-            fork=Fork(parent=parent, at=at, stale=stale),
+            fork=ForkRequest(parent=parent, at=at, stale=stale),
         )
         try:
             self._add(made, known.given + sampled[:at], known.num_prompt)

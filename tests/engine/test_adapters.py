@@ -14,7 +14,7 @@ from headrace.engine.native import NativeEngine
 from headrace.errors import RequestError
 from headrace.models import LoraConfig, ModelConfig
 from headrace.models.lora import save_adapter
-from headrace.types.messages.engine import Fork, GenerateRequest, Score, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
 from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, request, run
@@ -106,7 +106,7 @@ def test_a_fork_by_another_agent_reads_its_parents_tokens_with_its_own_adapter(w
         request_id=1,
         prompt_ids_T=np.zeros(0, np.int32),
         sampling=request(1, [3], max_new_tokens=6, seed=7).sampling,
-        fork=Fork(parent=0, at=4, stale=StaleFork.REUSE),
+        fork=ForkRequest(parent=0, at=4, stale=StaleFork.REUSE),
         agent="solver",
     )
     chunks = run(world.engine, [fork])
@@ -160,7 +160,7 @@ def test_a_pinned_agent_stays_under_its_adapter_beside_newer_ones(world: World) 
 
 
 def test_scores_are_the_policys(world: World) -> None:
-    asked = Score(call=0, ids_T=np.array(PROMPT, np.int32))
+    asked = ScoreTokens(call=0, ids_T=np.array(PROMPT, np.int32))
     expected = world.lone("").score(asked)
     answers(world.engine, [ask(0, "solver")])
     assert world.engine.score(asked).tobytes() == expected.tobytes()

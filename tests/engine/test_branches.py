@@ -16,7 +16,7 @@ from headrace.env import SingleTurn
 from headrace.models import ModelConfig
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, repeats
-from headrace.types.episode import Episode, EpisodeKey, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, TurnPart
 from headrace.types.messages.controller import EngineStats
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
@@ -43,7 +43,7 @@ class Bench:
         await engine.stage(self.weights._publisher.announce(version, version % 2))
         await engine.commit(version)
 
-    async def episode(self, engine: LocalEngine) -> tuple[Episode, TurnPart]:
+    async def episode(self, engine: LocalEngine) -> tuple[EpisodeGraph, TurnPart]:
         parts: list[TurnPart] = []
         runner = self.runner(engine)
         episode = await replace(runner, on_part=parts.append).run(KEY, TASK)
@@ -57,7 +57,7 @@ class Bench:
 
     async def branches(
         self, engine: LocalEngine, whole: TurnPart, arrived: asyncio.Event | None = None
-    ) -> list[Episode]:
+    ) -> list[EpisodeGraph]:
         kept = replace(whole, tokens=whole.tokens[:AT], stop_reason=None)
         runner = replace(self.runner(engine), on_tokens=lambda _: arrived.set() if arrived else None)
 
@@ -73,7 +73,7 @@ class Bench:
         return list(await asyncio.gather(*runs))
 
 
-def new_versions(branches: list[Episode]) -> set[int]:
+def new_versions(branches: list[EpisodeGraph]) -> set[int]:
     return {version for branch in branches for version in branch.turns[1].tokens.versions_T[AT:].tolist()}
 
 

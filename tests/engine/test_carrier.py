@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from headrace import environ
 from headrace.engine import EngineConfig
-from headrace.engine.served.carrier import Carrier, Way
+from headrace.engine.served.carrier import Carrier, CarrierConfig
 from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.vllm.dialect import ask_workers
 from headrace.engine.vllm.inside import headrace_carried
@@ -31,7 +31,7 @@ from headrace.testing.engine_rig import MAX_CONTEXT, served_rig
 from headrace.testing.servers import FakeServer, fake_server
 from headrace.types.weights import BUCKET_BYTES, Interrupt
 
-WAY = Way(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=3.0)
+WAY = CarrierConfig(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=3.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def line(model: Path) -> Iterator[Line]:
-    wanted = Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
+    wanted = ServeRequirements(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
     with (
         fake_server("vllm", wanted) as (url, server),
         Wire(Address(url=url)) as wire,
@@ -267,7 +267,7 @@ def test_rooms_of_killed_workers_are_removed_and_those_in_use_are_not(
 def test_weights_are_loaded_from_where_they_were_brought(model: Path, tmp_path: Path, shared_memory: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    wanted = Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
+    wanted = ServeRequirements(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
     with fake_server("vllm", wanted) as (url, server):
         config = ServerConfig(urls=(url,), weights_by="gloo")
         with served_rig("vllm", config, wanted, scratch) as rig:
@@ -301,6 +301,6 @@ def test_server_that_cannot_be_carried_to_is_refused() -> None:
     [("nccl", "127.0.0.1", "wants a GPU"), ("gloo", "192.0.2.1", "'192.0.2.1' cannot be listened at")],
 )
 def test_machine_that_cannot_carry_is_told_before_anything_starts(backend: str, host: str, told: str) -> None:
-    way = Way(backend=backend, host=host, device="cpu", deadline_s=1.0)
+    way = CarrierConfig(backend=backend, host=host, device="cpu", deadline_s=1.0)
     with pytest.raises(ConfigError, match=told):
         way.refuse_impossible()

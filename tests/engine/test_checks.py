@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.engine.native import NativeEngine
 from headrace.errors import RequestError
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import Fork, GenerateRequest, Score, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.sampling import Sampling
 from tests.engine.harness import joined, make_engine, ready_engine, request, run
@@ -57,13 +57,13 @@ GENERATE = st.builds(
     sampling=st.one_of(SAMPLING, SOUND),
     priority=st.one_of(st.just(0), INTS),
     deadline_s=st.one_of(st.none(), NUMBERS),
-    fork=st.one_of(st.none(), st.builds(Fork, parent=INTS, at=INTS, stale=st.sampled_from(StaleFork))),
+    fork=st.one_of(st.none(), st.builds(ForkRequest, parent=INTS, at=INTS, stale=st.sampled_from(StaleFork))),
     pinned=st.booleans(),
     answer_ids_T=st.one_of(st.none(), IDS),
 )
 KEPT = st.builds(KeptSets, ids_E=IDS, sizes_T=IDS)
 SCORE = st.builds(
-    Score,
+    ScoreTokens,
     call=st.just(0),
     ids_T=IDS,
     temperature=NUMBERS,
@@ -87,11 +87,11 @@ def healthy() -> GenerateRequest:
 @settings(max_examples=250, deadline=None)
 @given(message=st.one_of(GENERATE, SCORE))
 def test_no_message_kills_the_engine_or_changes_another_request(
-    served: tuple[NativeEngine, list[int]], message: GenerateRequest | Score
+    served: tuple[NativeEngine, list[int]], message: GenerateRequest | ScoreTokens
 ) -> None:
     engine, expected = served
     try:
-        if isinstance(message, Score):
+        if isinstance(message, ScoreTokens):
             engine.score(message)
         else:
             engine.add(message)
@@ -138,10 +138,10 @@ def test_kept_sets_and_experts_outside_the_model_are_not_scored(served: tuple[Na
     experts = Routing(known_T=np.ones(3, bool), experts_RLK=np.full((3, 2, 2), 200, np.uint8))
     for bad in ({"kept": KeptSets.of([[], [4, 100_000], [5]])}, {"routing": experts}):
         with pytest.raises(RequestError, match="tokens to score"):
-            served[0].score(Score(call=0, ids_T=ids_T, **bad))
+            served[0].score(ScoreTokens(call=0, ids_T=ids_T, **bad))
 
 
 def test_nothing_is_scored_before_the_first_weights(model_dir: Dir) -> None:
     engine = make_engine(ModelConfig(path=str(model_dir("qwen3"))))
     with pytest.raises(RequestError, match="first weights"):
-        engine.score(Score(call=0, ids_T=np.array([3, 4], np.int32)))
+        engine.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32)))

@@ -12,7 +12,7 @@ import pytest
 from headrace.engine.native import NativeEngine
 from headrace.errors import RequestError
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import Fork, GenerateRequest
+from headrace.types.messages.engine import ForkRequest, GenerateRequest
 from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, ready_engine, request, run
 
@@ -83,7 +83,7 @@ def test_continued_answer_that_must_begin_again_says_so(model_dir: Callable[[str
     [
         ({"answer_ids_T": np.array([5, 6, 7], np.int32)}, "an answer of 3 tokens has reached max_new_tokens=3"),
         ({"answer_ids_T": np.array([999_999], np.int32)}, "answer"),
-        ({"answer_ids_T": np.array([1], np.int32), "fork": Fork(parent=8, at=0)}, "none of its own"),
+        ({"answer_ids_T": np.array([1], np.int32), "fork": ForkRequest(parent=8, at=0)}, "none of its own"),
     ],
 )
 def test_answer_that_cannot_go_on_is_refused(

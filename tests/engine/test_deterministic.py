@@ -16,9 +16,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.engine.native import NativeEngine
-from headrace.engine.native.sampler import Limits, find_support, sample, sample_from
+from headrace.engine.native.sampler import TruncationLimits, find_support, sample, sample_from
 from headrace.errors import ModelError
-from headrace.flow.ledger.browse import Browser, Wanted
+from headrace.flow.ledger.browse import Browser, EpisodeQuery
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, load_model
@@ -28,7 +28,7 @@ from headrace.models.kernels.ops import kernels
 from headrace.models.routing import find_routing
 from headrace.types.batch import Batch
 from headrace.types.episode import EpisodeKey
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import Tokens
 from tests.engine.harness import Weights, joined, make_engine, request, run
@@ -201,7 +201,7 @@ def test_the_learners_logprobs_are_the_engines_bit_for_bit(
     assert learner.optim_step().grad_norm > 0
     one = requests[0]
     start, whole = len(one.prompt_ids_T), found[0]
-    given = Score(
+    given = ScoreTokens(
         call=0,
         ids_T=np.concatenate([one.prompt_ids_T, whole.ids_T]),
         temperature=temperature,
@@ -219,7 +219,7 @@ def test_what_is_drawn_for_a_row_does_not_depend_on_other_rows(vocab_size: int) 
     logits = torch.randn(num_rows, vocab_size, generator=rng) * 3
     temperatures = torch.rand(num_rows, generator=rng) + 0.5
     draws = torch.rand(num_rows, generator=rng, dtype=torch.float64)
-    limits = Limits(
+    limits = TruncationLimits(
         top_k_R=torch.tensor([0, 5, 1200] * 8),
         top_p_R=torch.tensor([0.9, 1.0, 0.5, 0.999] * 6, dtype=torch.float64),
         min_p_R=torch.tensor([0.0, 0.001] * 12, dtype=torch.float64),
@@ -276,7 +276,7 @@ def test_in_a_whole_run_engine_and_learner_do_not_differ_at_all(tmp_path: Path) 
     assert set(figures) == {0.0}
     browser = Browser.of_run(directory)
     fresh = []
-    for row in browser.page(Wanted(status="trained"), order="oldest", limit=100):
+    for row in browser.page(EpisodeQuery(status="trained"), order="oldest", limit=100):
         episode, learned = browser.episode(EpisodeKey(row.group, row.place)), browser.learned(row.group)
         assert episode is not None
         assert learned is not None

@@ -12,7 +12,7 @@ import pytest
 from headrace.engine.native import NativeEngine
 from headrace.errors import RequestError
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
 from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, alone, joined, make_engine, request, run
 from tests.models.kinds import plain
@@ -33,7 +33,7 @@ def fork(
     request_id: int, parent: int, at: int, stale: StaleFork = StaleFork.REFUSE, **sampling: object
 ) -> GenerateRequest:
     made = request(request_id, [], **sampling)
-    return msgspec.structs.replace(made, fork=Fork(parent=parent, at=at, stale=stale))
+    return msgspec.structs.replace(made, fork=ForkRequest(parent=parent, at=at, stale=stale))
 
 
 def test_a_fork_of_a_running_sequence_shares_its_blocks_and_goes_its_own_way(
@@ -182,7 +182,7 @@ def test_fork_of_an_answer_that_a_string_ended_goes_on_to_the_next_one(
     at = len(joined(parent))
     assert at <= 9
     forked = request(2, [], max_new_tokens=30 - at, seed=1, stop=(string,))
-    child = run(engine, [msgspec.structs.replace(forked, fork=Fork(parent=1, at=at))])[2]
+    child = run(engine, [msgspec.structs.replace(forked, fork=ForkRequest(parent=1, at=at))])[2]
     assert len(joined(child)) > 1
     assert joined(child).ids_T.tolist() == free[at : at + len(joined(child))]
 

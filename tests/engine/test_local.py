@@ -16,7 +16,7 @@ from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.errors import ComponentDied, DeadlineError, EngineFull, RequestError, SequenceFailed, WeightsError
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import FloatColumn, Tokens
 from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
@@ -89,7 +89,7 @@ class CountingCore:
         del self._running[request_id]
         return _chunk(request_id, [token], self.version, stop_reason=StopReason.LENGTH)
 
-    def score(self, request: Score) -> FloatColumn:
+    def score(self, request: ScoreTokens) -> FloatColumn:
         if len(request.ids_T) < 2:
             raise RequestError("nothing to score", remedy="give two tokens")
         return request.ids_T.astype(np.float32) * request.temperature

@@ -15,9 +15,9 @@ from headrace.engine import EngineConfig
 from headrace.engine.served import make, ownership
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.core import ServedEngine
-from headrace.engine.served.forms import Form
+from headrace.engine.served.forms import ServedForm
 from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.engine.served.make import served
 from headrace.engine.served.ownership import Labels, owned
 from headrace.engine.served.wire import Address
@@ -34,15 +34,15 @@ KINDS = ("vllm", "sglang")
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> ServeRequirements:
     model = make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
-    return Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
+    return ServeRequirements(path=str(model), dtype="float32", max_context=MAX_CONTEXT)
 
 
 class Shared:
     """A server, and the runs at it."""
 
-    def __init__(self, opened: ExitStack, kind: str, wanted: Wanted, scratch: Path) -> None:
+    def __init__(self, opened: ExitStack, kind: str, wanted: ServeRequirements, scratch: Path) -> None:
         self._opened, self._kind, self._wanted, self._scratch = opened, kind, wanted, scratch
         self.url, self.server = opened.enter_context(fake_server(kind, wanted))
 
@@ -57,7 +57,7 @@ class Shared:
 
 
 @pytest.fixture(params=KINDS)
-def shared(request: pytest.FixtureRequest, wanted: Wanted, tmp_path: Path) -> Any:
+def shared(request: pytest.FixtureRequest, wanted: ServeRequirements, tmp_path: Path) -> Any:
     with ExitStack() as opened:
         yield Shared(opened, request.param, wanted, tmp_path)
 
@@ -68,7 +68,9 @@ def ends(rig: Rig, number: int) -> ComponentDied:
     return told.value
 
 
-def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(wanted: Wanted, tmp_path: Path) -> None:
+def test_second_run_of_a_machine_is_refused_until_the_first_has_ended(
+    wanted: ServeRequirements, tmp_path: Path
+) -> None:
     with ExitStack() as opened:
         shared = Shared(opened, "vllm", wanted, tmp_path)
         shared.run()
@@ -123,7 +125,9 @@ def as_if_started_again(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_never_change_may_be_asked_by_several(kind: str, wanted: Wanted, tmp_path: Path) -> None:
+def test_weights_that_never_change_may_be_asked_by_several(
+    kind: str, wanted: ServeRequirements, tmp_path: Path
+) -> None:
     with fake_server(kind, wanted) as (url, _), ExitStack() as opened:
         engines = [opened.enter_context(fixed(kind, url, wanted, tmp_path)) for _ in range(2)]
         for core in engines:
@@ -132,10 +136,10 @@ def test_weights_that_never_change_may_be_asked_by_several(kind: str, wanted: Wa
             assert answered(core) == [0] * 20
 
 
-def fixed(kind: str, url: str, wanted: Wanted, directory: Path) -> Any:
+def fixed(kind: str, url: str, wanted: ServeRequirements, directory: Path) -> Any:
     settings = {**SETTINGS, "kind": kind, "server": {"urls": [url], "any_version": True}}
     config = EngineConfig.model_validate(settings)
-    return served(config, wanted, Handover(directory, Form(wanted)), None, RealClock())
+    return served(config, wanted, Handover(directory, ServedForm(wanted)), None, RealClock())
 
 
 def answered(core: ServedEngine) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.engine.native.packing import Packing
+from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.errors import WeightsError
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.config import LoraConfig, ModelConfig
@@ -35,7 +35,7 @@ class Pair:
         self.learner, self.engine = (load_model(ModelConfig(path=str(directory), lora=lora)) for _ in (0, 1))
         fuse(self.engine)
         self.slots = Slots(weight_tensors(self.learner), weight_tensors(self.engine))
-        self.packing = Packing(self.slots, self.engine)
+        self.packing = PackedWeightReceiver(self.slots, self.engine)
         self.version = 0
 
     def stage(self) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, request, run
 
@@ -90,7 +90,7 @@ def test_pinned_sequences_survive_that_the_memory_is_given_back(model_dir: Dir, 
 
 def test_a_score_amid_an_exchange_is_that_of_the_new_weights(model_dir: Dir, tmp_path: Path) -> None:
     engine, weights = world(model_dir("qwen3"), tmp_path / "buffer", stream_steps=8)
-    asked = Score(call=0, ids_T=np.arange(3, 20, dtype=np.int32))
+    asked = ScoreTokens(call=0, ids_T=np.arange(3, 20, dtype=np.int32))
     engine.add(request(0, PROMPT, max_new_tokens=30))
     engine.step()
     old = engine.score(asked)
@@ -107,7 +107,7 @@ def test_a_score_amid_an_exchange_is_that_of_the_new_weights(model_dir: Dir, tmp
 def test_a_score_makes_room_in_the_cache_and_takes_no_memory_of_its_own(model_dir: Dir, tmp_path: Path) -> None:
     engine, _ = world(model_dir("qwen3"), tmp_path / "buffer", cache_tokens=96, max_sequences=4)
     expected = {number: joined(run(engine, [request(number, [3, number], seed=number)])[number]) for number in (4, 5)}
-    scored = Score(call=0, ids_T=np.arange(3, 3 + 30, dtype=np.int32).repeat(3)[:90])
+    scored = ScoreTokens(call=0, ids_T=np.arange(3, 3 + 30, dtype=np.int32).repeat(3)[:90])
     before = engine.score(scored)
     for number in (4, 5):
         engine.add(request(number, [3, number], seed=number))

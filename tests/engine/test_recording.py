@@ -13,7 +13,7 @@ import torch
 from headrace.errors import RequestError
 from headrace.models import ModelConfig
 from headrace.types.episode import StopReason
-from headrace.types.messages.engine import Score
+from headrace.types.messages.engine import ScoreTokens
 from headrace.types.recorded import Routing
 from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt
@@ -39,19 +39,19 @@ def test_kept_sets_come_with_every_token_and_scores_agree_with_the_sampler(model
     assert joined(results[2]).kept is None
 
     whole = Tokens.observed(PROMPT) + tokens
-    scored = engine.score(Score(call=0, ids_T=whole.ids_T, temperature=0.7, kept=whole.kept))
+    scored = engine.score(ScoreTokens(call=0, ids_T=whole.ids_T, temperature=0.7, kept=whole.kept))
     np.testing.assert_allclose(scored[len(PROMPT) :], tokens.logprobs_T, atol=1e-4)
     assert scored[0] == 0
-    plainly = engine.score(Score(call=0, ids_T=whole.ids_T, temperature=0.7))
+    plainly = engine.score(ScoreTokens(call=0, ids_T=whole.ids_T, temperature=0.7))
     assert (plainly[len(PROMPT) :] < tokens.logprobs_T).all()
 
 
 def test_tokens_that_no_model_could_have_sampled_are_not_scored(model_dir: Dir, tmp_path: Path) -> None:
     engine = ready_engine(model_dir("qwen3"), tmp_path / "buffer")
     for bad in (
-        Score(call=0, ids_T=np.array([3, 4000], np.int32)),
-        Score(call=0, ids_T=np.array([3], np.int32), temperature=0.0),
-        Score(call=0, ids_T=np.full(600, 3, np.int32)),
+        ScoreTokens(call=0, ids_T=np.array([3, 4000], np.int32)),
+        ScoreTokens(call=0, ids_T=np.array([3], np.int32), temperature=0.0),
+        ScoreTokens(call=0, ids_T=np.full(600, 3, np.int32)),
     ):
         with pytest.raises(RequestError, match="tokens to score"):
             engine.score(bad)
@@ -75,10 +75,10 @@ def test_routing_is_known_of_all_but_the_last_token_whatever_happens(
         assert len(first.prompt_routing) == len(PROMPT)
         whole = first.prompt_routing + tokens.routing
         ids = np.concatenate([PROMPT, tokens.ids_T]).astype(np.int32)
-        scored = engine.score(Score(call=0, ids_T=ids, routing=whole))
+        scored = engine.score(ScoreTokens(call=0, ids_T=ids, routing=whole))
         np.testing.assert_allclose(scored[len(PROMPT) :], tokens.logprobs_T, atol=1e-4)
         turned = Routing(known_T=whole.known_T, experts_RLK=(whole.experts_RLK + 1) % 4)
-        other = engine.score(Score(call=0, ids_T=ids, routing=turned))
+        other = engine.score(ScoreTokens(call=0, ids_T=ids, routing=turned))
         assert np.abs(other - scored).max() > 1e-2
     assert joined(results[3]).routing is None
     assert results[3][0].prompt_routing is None

@@ -14,7 +14,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper
 
 from headrace.engine.native.checks import sampling_problem as problem
 from headrace.engine.native.controls import Controls
-from headrace.engine.native.sampler import Draw, Limits, find_support, seed_key, uniforms
+from headrace.engine.native.sampler import Draw, TruncationLimits, find_support, seed_key, uniforms
 from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling
 from tests.engine.alone import Floats, probabilities
@@ -90,8 +90,8 @@ def test_every_row_is_drawn_from_its_own_distribution(
             assert not drawn.kept.problem(drawn.ids_R.numpy())
 
 
-def limits_of(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Limits:
-    return Limits(
+def limits_of(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> TruncationLimits:
+    return TruncationLimits(
         top_k_R=torch.full((count,), top_k),
         top_p_R=torch.full((count,), top_p, dtype=torch.float64),
         min_p_R=torch.full((count,), min_p, dtype=torch.float64),

@@ -15,7 +15,7 @@ from headrace.clock import RealClock
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, engine
 from headrace.engine.native.fixed import LoadedWeights
-from headrace.engine.native.packing import Packing
+from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import Rule
@@ -110,7 +110,7 @@ def test_rope_that_turns_decoded_tokens_one_position_too_far_is_refused(
 
 @pytest.mark.skipif(isinstance(kernels(), Unavailable), reason="no kernels here")
 def test_packed_weight_that_is_not_the_models_is_refused(model_dir: Dir, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spoiled(Packing):
+    class Spoiled(PackedWeightReceiver):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             for _, product in self._products[:2]:

@@ -23,12 +23,12 @@ from starlette.responses import PlainTextResponse
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
-from headrace.engine.served.answer import Answer, Part, Span
+from headrace.engine.served.answer import StreamedAnswer, StreamPart, VersionSpan
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.dialect import Ask
-from headrace.engine.served.forms import Form
+from headrace.engine.served.forms import ServedForm
 from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import Wanted, model_alone
+from headrace.engine.served.launching import ServeRequirements, model_alone
 from headrace.engine.served.make import served
 from headrace.engine.served.wire import Address
 from headrace.engine.sglang import command as sglang_command
@@ -55,8 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "m", TinySpec(vocab="0123456789+= abcdefgh", init_std=0.2))
 
 
-def wanted(model: Path, **more: Any) -> Wanted:
-    return Wanted(path=str(model), dtype="float32", max_context=MAX_CONTEXT, **more)
+def wanted(model: Path, **more: Any) -> ServeRequirements:
+    return ServeRequirements(path=str(model), dtype="float32", max_context=MAX_CONTEXT, **more)
 
 
 def bare(lines: list[str]) -> list[str]:
@@ -80,10 +80,10 @@ def test_recorded_answer_of_vllm_becomes_tokens_logprobs_and_versions() -> None:
     first, last = (
         VllmDialect().part(event, seen) for event, seen in zip(bare(RECORDED["stream"]), (0, 2), strict=True)
     )
-    assert first == Part(ids=[6, 3], logprobs=[-0.8261509537696838, -3.253582000732422])
+    assert first == StreamPart(ids=[6, 3], logprobs=[-0.8261509537696838, -3.253582000732422])
     assert last is not None
     assert (last.ids, last.ended) == ([4], "length")
-    assert last.spans == (Span(version="6", start=0, end=3),)
+    assert last.spans == (VersionSpan(version="6", start=0, end=3),)
 
 
 def test_fake_says_what_vllm_was_recorded_to_say(model: Path) -> None:
@@ -131,22 +131,22 @@ def test_whatever_a_server_sends_is_a_part_or_no_part_or_refused(tree: Any, cut:
         assert taken.chunk().ids_T.tolist() == list(part.ids)
 
 
-def answer(**told: Any) -> Answer:
+def answer(**told: Any) -> StreamedAnswer:
     request = GenerateRequest(request_id=1, prompt_ids_T=np.array([3], np.int32), sampling=Sampling(max_new_tokens=9))
-    return Answer(request=request, prompt=[3], arrival=0, **told)
+    return StreamedAnswer(request=request, prompt=[3], arrival=0, **told)
 
 
 def test_token_that_arrives_after_the_commit_gets_the_version_that_sampled_it() -> None:
     late = answer()
-    late.take(Part(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
-    late.take(Part(ids=[7], logprobs=[-1.0]), 1)
+    late.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    late.take(StreamPart(ids=[7], logprobs=[-1.0]), 1)
     late.certify([(0, 3)])
     assert late.chunk().versions_T.tolist() == [0, 0, 0]
 
 
 def test_reader_who_was_told_another_version_is_told_again() -> None:
     late = answer()
-    late.take(Part(ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
+    late.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -2.0]), 1)
     assert late.chunk().versions_T.tolist() == [1, 1]
     late.certify([(0, 1), (1, 1)])
     again = late.chunk()
@@ -158,7 +158,7 @@ def test_reader_who_was_told_another_version_is_told_again() -> None:
 @pytest.mark.parametrize(("version", "tokens"), [(0, 3), (1, 2), (-1, 2), (99999999999, 2)])
 def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(version: int, tokens: int) -> None:
     odd = answer()
-    odd.take(Part(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
+    odd.take(StreamPart(ids=[5, 6], logprobs=[-1.0, -1.0]), 0)
     with pytest.raises(ValueError, match=r"versions (of|from)"):
         odd.certify([(version, tokens)])
 
@@ -168,7 +168,7 @@ def test_spans_that_cannot_be_those_of_an_answer_are_not_believed(version: int, 
 
 def opened(model: Path, directory: Path, url: str, **server: Any) -> Any:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"urls": [url], **server}})
-    return served(config, wanted(model), Handover(directory, Form(wanted(model))), None, RealClock())
+    return served(config, wanted(model), Handover(directory, ServedForm(wanted(model))), None, RealClock())
 
 
 def refused(model: Path, directory: Path, url: str, **server: Any) -> str:
@@ -245,7 +245,7 @@ def test_server_without_routes_for_weights_is_refused(model: Path, tmp_path: Pat
 def test_adapters_that_are_never_trained_reach_the_server_before_the_first_answer(model: Path, tmp_path: Path) -> None:
     settled = wanted(model, lora=LoraConfig(rank=4))
     config = {**SETTINGS, "kind": "vllm"}
-    handover = Handover(tmp_path, Form(settled))
+    handover = Handover(tmp_path, ServedForm(settled))
     held = load_model(ModelConfig(path=str(model), lora=settled.lora))
     with fake_server("vllm", settled) as (url, server):
         found = EngineConfig.model_validate({**config, "server": {"urls": [url]}})
@@ -294,7 +294,7 @@ def test_server_that_is_gone_ends_the_engine_with_its_name(model: Path, tmp_path
 
 def test_interpreter_without_vllm_is_told_what_to_install(model: Path, tmp_path: Path) -> None:
     config = EngineConfig.model_validate({**SETTINGS, "kind": "vllm", "server": {"python": sys.executable}})
-    handover = Handover(tmp_path, Form(wanted(model)))
+    handover = Handover(tmp_path, ServedForm(wanted(model)))
     with (
         pytest.raises(ConfigError, match="pip install vllm"),
         served(config, wanted(model), handover, None, RealClock()),

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine import EngineConfig
-from headrace.engine.served.answer import Answer, Part
+from headrace.engine.served.answer import StreamedAnswer, StreamPart
 from headrace.engine.served.dialect import Ask
-from headrace.engine.served.forms import Form
-from headrace.engine.served.launching import Wanted
-from headrace.engine.served.records import Routes, numbers, refuse_kept, unpacked
+from headrace.engine.served.forms import ServedForm
+from headrace.engine.served.launching import ServeRequirements
+from headrace.engine.served.records import RoutingDecoder, numbers, refuse_kept, unpacked
 from headrace.engine.served.wire import Address
 from headrace.engine.vllm.command import command
 from headrace.engine.vllm.dialect import UNBOUNDED, VllmDialect
@@ -35,8 +35,8 @@ from headrace.types.sampling import Sampling
 EXTRA = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 
 
-def wanted(path: Path, **more: Any) -> Wanted:
-    return Wanted(path=str(path), dtype="float32", max_context=64, **more)
+def wanted(path: Path, **more: Any) -> ServeRequirements:
+    return ServeRequirements(path=str(path), dtype="float32", max_context=64, **more)
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def routes(mixture: Path) -> Routes:
-    found = Form(wanted(mixture)).routes()
+def routes(mixture: Path) -> RoutingDecoder:
+    found = ServedForm(wanted(mixture)).routes()
     assert found is not None
     return found
 
@@ -69,7 +69,7 @@ def headed(shape: tuple[int, ...], kind: str) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def test_layers_without_experts_are_left_out(routes: Routes) -> None:
+def test_layers_without_experts_are_left_out(routes: RoutingDecoder) -> None:
     every = told(4)
     assert routes.of(every, 4).tolist() == every[:, 1:].tolist()
     assert routes.of(every.ravel().astype(np.int32), 4).dtype == np.uint8
@@ -87,7 +87,7 @@ def test_layers_without_experts_are_left_out(routes: Routes) -> None:
         (np.full((4, 3, 2), 2**40), 4),
     ],
 )
-def test_experts_that_cannot_be_are_not_believed(experts: Any, count: int, routes: Routes) -> None:
+def test_experts_that_cannot_be_are_not_believed(experts: Any, count: int, routes: RoutingDecoder) -> None:
     with pytest.raises(ValueError, match=r"experts"):
         routes.of(experts, count)
 
@@ -129,11 +129,11 @@ def test_header_that_would_take_its_parser_down_is_not_parsed() -> None:
         unpacked(base64.b64encode(deep).decode())
 
 
-def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_last_token(routes: Routes) -> None:
+def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_last_token(routes: RoutingDecoder) -> None:
     sampling = Sampling(max_new_tokens=9, record_routing=True)
     request = GenerateRequest(request_id=1, prompt_ids_T=np.array([3, 4], np.int32), sampling=sampling)
-    answer = Answer(request=request, prompt=[3, 4], arrival=0)
-    answer.take(Part(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
+    answer = StreamedAnswer(request=request, prompt=[3, 4], arrival=0)
+    answer.take(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
     assert answer.chunk().routing is None, "nothing is known of an answer that has not ended"
     answer.flushed = 0
     answer.experts_NLK = routes.of(told(4), 4)
@@ -186,7 +186,7 @@ def test_server_is_started_for_what_the_run_wants(mixture: Path) -> None:
 def test_each_adapter_of_a_version_is_as_peft_keeps_it(mixture: Path, tmp_path: Path) -> None:
     lora = LoraConfig(rank=4, agents=("solver",), target_modules=["q_proj"])
     model = load_model(ModelConfig(path=str(mixture), lora=lora))
-    form = Form(wanted(mixture, lora=lora))
+    form = ServedForm(wanted(mixture, lora=lora))
     held = weight_tensors(model)
     assert {name: tensor.shape for name, tensor in form.tensors().items()} == {
         name: tensor.shape for name, tensor in held.items()

@@ -18,7 +18,7 @@ from headrace.engine.server.answering import Service
 from headrace.engine.server.app import State, make_app
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.load import load
-from headrace.engine.server.prompts import Terms
+from headrace.engine.server.prompts import PromptLimits
 from headrace.engine.server.run import Loaded
 from headrace.errors import ConfigError
 from headrace.models import LoraConfig, ModelConfig, load_model
@@ -43,7 +43,9 @@ def loaded(config: ServeConfig) -> Loaded:
 
 def ask(loaded: Loaded, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
     async def run() -> Any:
-        terms = Terms(model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=config.serve)
+        terms = PromptLimits(
+            model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=config.serve
+        )
         with ThreadPoolExecutor(1) as encoder:
             async with asyncio.timeout(20), LocalEngine(loaded.core, clock=RealClock()) as engine:
                 service = Service(

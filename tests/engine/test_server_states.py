@@ -17,7 +17,7 @@ from headrace.engine.server.answering import Service
 from headrace.engine.server.app import State, make_app
 from headrace.engine.server.auth import refuse_open_door
 from headrace.engine.server.config import ServeSection
-from headrace.engine.server.prompts import Terms
+from headrace.engine.server.prompts import PromptLimits
 from headrace.errors import ConfigError
 from headrace.types.sampling import Sampling
 from tests.engine.test_local import CountingCore
@@ -31,7 +31,7 @@ def within(test: Callable[[httpx.AsyncClient, State, CountingCore], Awaitable[No
 
     async def run() -> None:
         core, state = CountingCore(), State()
-        terms = Terms(model="counter", max_context=100, limits=ServeSection())
+        terms = PromptLimits(model="counter", max_context=100, limits=ServeSection())
         transport = httpx.ASGITransport(make_app(state, token), raise_app_exceptions=False)
         with ThreadPoolExecutor(1) as encoder:
             async with (

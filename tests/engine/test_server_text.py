@@ -9,35 +9,35 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from headrace.engine.server.chat import Words
+from headrace.engine.server.chat import ServedTokenizer
 from headrace.engine.server.text import MAX_HELD, Cut, Detokenizer, StopFinder
 
 SPECIAL = 256
 
 
-def byte_words() -> Words:
+def byte_words() -> ServedTokenizer:
     """One token per byte, as byte-level tokenizers have them, and one special token."""
     letters = sorted(ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return Words(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), (SPECIAL,))
+    return ServedTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), (SPECIAL,))
 
 
-def fallback_words() -> Words:
+def fallback_words() -> ServedTokenizer:
     """Words that begin with a space, and bytes for the rest, as SentencePiece tokenizers have them."""
     tokens = ["<unk>", "▁a", "▁b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return Words(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), (260,))
+    return ServedTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>"), (260,))
 
 
 BYTES, FALLBACK = byte_words(), fallback_words()
 TEXTS = st.text(st.sampled_from("ab é你🙂\n"), max_size=30)
 
 
-def pieces(words: Words, ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
+def pieces(words: ServedTokenizer, ids: list[int], sizes: list[int]) -> tuple[list[str], str]:
     """What comes of ``ids`` in chunks of ``sizes``, and what comes at the end."""
     detokenizer, shown = Detokenizer(words.decode), []
     while ids:

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import EpisodeError
-from headrace.launch.child import Child, Errand, Site, Starter
+from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.config import LaunchConfig
 from headrace.launch.here import Here
-from headrace.launch.joining.door import Door, StartWorker, opened_door
+from headrace.launch.joining.door import JoinListener, StartWorker, opened_door
 from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.starts import EnvironmentStart, Keep
-from headrace.rollout import UNLIMITED, Conversations, Limits
+from headrace.rollout import UNLIMITED, Conversations, EpisodeLimits
 from headrace.types.task import Task
 from tests.rollout.models import conversations
 
@@ -36,7 +36,7 @@ class Crew:
     pool: EnvPool
     keeping: asyncio.Task[None]
     """Keeps the workers."""
-    limits: Limits = UNLIMITED
+    limits: EpisodeLimits = UNLIMITED
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether an episode has asked anything."""
     children: list[Child] = field(default_factory=list)
@@ -78,7 +78,7 @@ def task(deed: str) -> Task:
 
 @asynccontextmanager
 async def _at_work(
-    pool: EnvPool, door: Door | None, start: EnvironmentStart, start_worker: StartWorker
+    pool: EnvPool, door: JoinListener | None, start: EnvironmentStart, start_worker: StartWorker
 ) -> AsyncIterator[asyncio.Task[None]]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(pool.keep())]
@@ -110,7 +110,7 @@ async def crew(
         keep=keep,
     )
     with tempfile.TemporaryDirectory() as sockets:
-        site = Site(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
+        site = Rendezvous(directory=Path(sockets), logs=directory, token="t", on_spans=lambda _: None)
         children: list[Child] = []
         warnings: list[str] = []
         numbers = itertools.count()
@@ -118,7 +118,7 @@ async def crew(
         async def start_worker(start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
             child = await Child.start(site, errand, elsewhere or Here())
             children.append(child)
             return child

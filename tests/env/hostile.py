@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace.launch.starts import Keep
-from headrace.rollout import Limits
+from headrace.rollout import EpisodeLimits
 from tests.env.crews import Crew, crew
 from tests.scoring.hostile import DEEDS
 
@@ -195,7 +195,7 @@ def judged(directory: Path, entry: str, deeds: Sequence[str], *, timeout_s: floa
         block_s = 2.0 if entry == "rollout" else 20.0  # plain functions block no loop, but a busy machine may seem to
         workers = crew(directory, ENVIRONMENT, entry, keep=KEEP, num_workers=2, concurrency=8, block_s=block_s)
         async with asyncio.timeout(within_s), workers as at:
-            at.limits = Limits(max_turns=6000, max_context=100_000)
+            at.limits = EpisodeLimits(max_turns=6000, max_context=100_000)
             async with asyncio.TaskGroup() as group:
                 for deed in deeds:
                     group.create_task(one(at, deed))

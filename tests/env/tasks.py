@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.flow.ledger.opening import open_ledger
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from tests.session.runs import make_run, tiny_model
 
 TEMPLATE = (
@@ -34,7 +34,7 @@ def make_env_run(directory: Path, model: Path, code: str, entry: str, **sections
     return make_run(directory, model, rows=sections.pop("rows", rows), env=env, **sections)
 
 
-def episodes(run_dir: Path, num_groups: int) -> list[Episode]:
+def episodes(run_dir: Path, num_groups: int) -> list[EpisodeGraph]:
     """Every episode of a run's first groups, as its ledger has them."""
     with closing(open_ledger(run_dir)) as ledger:
         return [episode for number in range(num_groups) for episode in ledger.episodes(number)]

@@ -25,7 +25,7 @@ from headrace.session.explain import explain
 from headrace.session.exporting import export
 from headrace.session.prepare import Inputs, prepare
 from headrace.session.replaying import replay
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from tests.env.tasks import episodes
 from tests.env.test_agents_in_runs import duel, gap, spoken
 from tests.session.runs import components, running
@@ -75,7 +75,7 @@ def test_two_agents_train_their_own_adapters_in_one_run(tmp_path: Path, model_di
     assert replayed(run_dir) == (4, [])
 
 
-def final_answers_are_each_agents_own(found: list[Episode], base: Path, run_dir: Path) -> None:
+def final_answers_are_each_agents_own(found: list[EpisodeGraph], base: Path, run_dir: Path) -> None:
     """Those of the version that the second snapshot holds: under it, and under no other agent's adapter."""
     lora = LoraConfig(rank=4, agents=("a", "b"))
     model = load_model(ModelConfig(path=str(base), lora=lora).at(str(run_dir / "checkpoints" / "step-000002")))

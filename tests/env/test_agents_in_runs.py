@@ -19,7 +19,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.lora import save_adapter
 from headrace.rollout.agents import FROZEN_AGENT
 from headrace.session import evaluate, train
-from headrace.types.episode import Episode, Turn
+from headrace.types.episode import EpisodeGraph, Turn
 from headrace.types.versions import FROZEN
 from tests.env.tasks import chat_model, episodes, make_env_run
 from tests.env.test_whole_runs import SYNCHRONOUS, same, trained
@@ -53,13 +53,13 @@ def duel(directory: Path, model: Path, *names: str, ends: str = BY_AGENT, **sect
     return make_env_run(directory, model, code, "rollout", **sections)
 
 
-def played(run_file: Path, *overrides: str) -> tuple[Any, list[Episode]]:
+def played(run_file: Path, *overrides: str) -> tuple[Any, list[EpisodeGraph]]:
     summary = train(run_file, overrides=["observe.view=none", *overrides])
     assert summary.status == "finished", summary.cause
     return summary, episodes(run_file.parent / "run", summary.ledger.groups.submitted)
 
 
-def answers(found: list[Episode], agent: str) -> list[Turn]:
+def answers(found: list[EpisodeGraph], agent: str) -> list[Turn]:
     return [turn for episode in found for turn in episode.turns if turn.author == agent]
 
 
@@ -88,11 +88,11 @@ def test_a_frozen_agent_is_the_model_as_it_was_and_is_in_the_books_by_reason(tmp
     assert all(episode.reward == episode.agent_rewards["a"] for episode in found)
 
 
-def spoken(episode: Episode, agent: str) -> list[int]:
+def spoken(episode: EpisodeGraph, agent: str) -> list[int]:
     return [place for place, turn in enumerate(episode.turns) if turn.author == agent]
 
 
-def gap(model: Any, episode: Episode, place: int) -> float:
+def gap(model: Any, episode: EpisodeGraph, place: int) -> float:
     """log π of an answer under ``model`` less what was recorded: the mean over its tokens."""
     tokens = episode.path_tokens(episode.path(place))
     count = len(episode.turns[place].tokens)

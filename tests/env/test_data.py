@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from headrace.env.data import Order, as_rows, load_rows
+from headrace.env.data import RowOrder, as_rows, load_rows
 from headrace.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": 2}, {"prompt": "zwei\u2028 ü", "answer": 4}]
@@ -102,17 +102,17 @@ def test_rows_in_python_that_are_none_are_refused() -> None:
 def test_every_epoch_visits_every_row_once_and_the_order_is_a_function_of_the_number(
     num_rows: int, seed: int, epochs: int
 ) -> None:
-    order = Order(num_rows=num_rows, seed=seed, shuffle=True)
+    order = RowOrder(num_rows=num_rows, seed=seed, shuffle=True)
     visited = [order(number) for number in range(num_rows * epochs)]
     for epoch in range(epochs):
         assert sorted(visited[epoch * num_rows : (epoch + 1) * num_rows]) == list(range(num_rows))
-    again = Order(num_rows=num_rows, seed=seed, shuffle=True)
+    again = RowOrder(num_rows=num_rows, seed=seed, shuffle=True)
     assert [again(number) for number in reversed(range(num_rows * epochs))] == visited[::-1]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     orders = [
-        tuple(Order(num_rows=50, seed=seed, shuffle=True)(epoch * 50 + number) for number in range(50))
+        tuple(RowOrder(num_rows=50, seed=seed, shuffle=True)(epoch * 50 + number) for number in range(50))
         for seed in (0, 1)
         for epoch in (0, 1)
     ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.launch.clients.shift import Room
+from headrace.launch.clients.shift import ResizableSlots
 
 
 def test_room_that_leaves_while_it_is_free_is_taken_by_nobody() -> None:
     async def main() -> None:
-        room = Room()
+        room = ResizableSlots()
         room.grow(8)
         await room.acquire()
         room.shrink(5)
@@ -21,7 +21,7 @@ def test_room_that_leaves_while_it_is_free_is_taken_by_nobody() -> None:
 
 def test_room_that_leaves_while_it_is_taken_is_given_back_with_it() -> None:
     async def main() -> None:
-        room = Room()
+        room = ResizableSlots()
         room.grow(2)
         await asyncio.gather(room.acquire(), room.acquire())
         room.shrink(1)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.env.entry import load_entry
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.env.tools import ToolFunction, call_tools, tool_functions
 from headrace.errors import EnvError
-from headrace.rollout import Conversations, Limits
+from headrace.rollout import Conversations, EpisodeLimits
 from headrace.types.chat import Message, ToolCall
 from tests.rollout.models import conversations, text_of
 
@@ -122,7 +122,9 @@ ENV = """
 """
 
 
-def play(directory: Path, says: Callable[[str], str], limits: Limits | None = None) -> tuple[Episode, Conversations]:
+def play(
+    directory: Path, says: Callable[[str], str], limits: EpisodeLimits | None = None
+) -> tuple[Episode, Conversations]:
     closed = directory / "closed"
     code = "\n".join(line[4:] for line in ENV.splitlines())
     (directory / "search.py").write_text(f"from pathlib import Path\nCLOSED = Path({str(closed)!r})\n{code}")
@@ -131,7 +133,7 @@ def play(directory: Path, says: Callable[[str], str], limits: Limits | None = No
         rollout = load_entry("env", f"{directory / 'search.py'}:Search", hands)
 
         async def attempt() -> Episode:
-            return await rollout({"question": "where?"}, Policy(talk, executor=hands))
+            return await rollout({"question": "where?"}, EpisodePolicy(talk, executor=hands))
 
         ended = asyncio.run(attempt())
     assert closed.exists()
@@ -154,6 +156,6 @@ def test_tools_are_called_until_an_answer_calls_none(tmp_path: Path) -> None:
 
 
 def test_an_episode_that_may_have_no_more_ends_with_what_it_has_earned(tmp_path: Path) -> None:
-    ended, talk = play(tmp_path, lambda text: "more", Limits(max_turns=3))
+    ended, talk = play(tmp_path, lambda text: "more", EpisodeLimits(max_turns=3))
     assert (ended.reward, dict(ended.rewards)) == (0.75, {1: 0.25, 3: 0.25, 5: 0.25})
     assert len(talk.turns) == 6

@@ -12,7 +12,7 @@ import pytest
 from headrace.control.summary import Summary
 from headrace.errors import EnvError
 from headrace.session import evaluate, train
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.scored import paths
 from tests.env.tasks import episodes, make_env_run
 from tests.session.runs import headrace, make_run, running
@@ -73,18 +73,18 @@ TWICE = """
 SYNCHRONOUS = {"max_age": 0}
 
 
-def trained(run_file: Path) -> tuple[Summary, list[Episode]]:
+def trained(run_file: Path) -> tuple[Summary, list[EpisodeGraph]]:
     summary = train(run_file, overrides=["observe.view=none"])
     assert summary.status == "finished"
     return summary, episodes(run_file.parent / "run", summary.ledger.groups.submitted)
 
 
-def same(one: list[Episode], other: list[Episode]) -> bool:
+def same(one: list[EpisodeGraph], other: list[EpisodeGraph]) -> bool:
     """Rewards and train samples, bit for bit: ids, masks, logprobs, versions."""
     return [*map(_sample_bytes, one)] == [*map(_sample_bytes, other)]
 
 
-def _sample_bytes(episode: Episode) -> tuple[object, ...]:
+def _sample_bytes(episode: EpisodeGraph) -> tuple[object, ...]:
     samples = paths(episode, 0.0)
     columns = [
         column.tobytes()

@@ -13,7 +13,7 @@ import pytest
 from headrace.errors import ConfigError, EnvError
 from headrace.launch.hosts import environment as host
 from headrace.launch.starts import EnvironmentStart, Keep
-from headrace.rollout import Limits
+from headrace.rollout import EpisodeLimits
 from tests.env.crews import crew
 from tests.launch.workers import is_alive
 
@@ -211,7 +211,7 @@ def test_a_spent_budget_can_be_caught_and_else_is_the_cause(tmp_path: Path) -> N
 
     async def main() -> None:
         async with crew(tmp_path, code, "rollout") as at:
-            at.limits = Limits(max_turns=2)
+            at.limits = EpisodeLimits(max_turns=2)
             caught, raised = await at.run("catch", "raise")
             assert caught == 0.25
             assert raised == "max_turns: the episode has used up env.max_turns: it is at 2"

@@ -14,7 +14,7 @@ from headrace.engine import RequestOptions
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.journey import MAX_FRUITLESS
 from headrace.errors import DeadlineError, EngineFull, RequestError, SequenceFailed
-from headrace.types.messages.engine import Fork
+from headrace.types.messages.engine import ForkRequest
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt
@@ -138,15 +138,15 @@ async def test_fork_goes_where_its_parent_is_and_is_refused_when_that_is_gone() 
     await bring(fleet, 0)
     parent = (await sample(fleet, 1))[0].request_id
     await sample(fleet, 2)
-    await sample(fleet, 1, options=RequestOptions(fork=Fork(parent=parent, at=4)))
+    await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
     asked = engines["a"].asked[-1].fork
     assert asked is not None
     assert (asked.parent, asked.at) == (0, 4), "in the words of that engine"
     kill(fleet, engines["a"])
     with pytest.raises(RequestError, match=f"a fork of request {parent}, which was with a, which is gone"):
-        await sample(fleet, 1, options=RequestOptions(fork=Fork(parent=parent, at=4)))
+        await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
     with pytest.raises(RequestError, match="a fork of request 999, which has not been heard of"):
-        await sample(fleet, 1, options=RequestOptions(fork=Fork(parent=999, at=0)))
+        await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=999, at=0)))
 
 
 @in_virtual_time
@@ -155,7 +155,7 @@ async def test_fork_whose_engine_dies_under_it_fails_in_words() -> None:
     await bring(fleet, 0)
     parent = (await sample(fleet, 1))[0].request_id
     async with asyncio.TaskGroup() as group:
-        fork = sample(fleet, 1, options=RequestOptions(fork=Fork(parent=parent, at=4)))
+        fork = sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
         group.create_task(refused(fork, "it was a fork, and what it began with is gone"))
         await asyncio.sleep(0.5 * FLUSH * TOKEN_S)
         kill(fleet, engines["a"])

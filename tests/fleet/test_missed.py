@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.engine import RequestOptions
 from headrace.errors import NeedsFull, RequestError, WeightsError
 from headrace.learner.base import Publication
 from headrace.session.running import first_cause
 from headrace.testing import FakeLearner
-from headrace.types.messages.engine import Fork
+from headrace.types.messages.engine import ForkRequest
 from headrace.types.tokens import Tokens
 from headrace.types.weights import Interrupt, WeightUpdate
 from tests.control.lives import Plan, live
@@ -60,7 +60,7 @@ async def test_fork_of_what_such_an_engine_has_is_refused() -> None:
     (home,) = [name for name, engine in engines.items() if engine.asked]
     await bring(fleet, 1, missed=home)
     with pytest.raises(RequestError, match=f"was with {home}, which has not the newest weights"):
-        await sample(fleet, 1, options=RequestOptions(fork=Fork(parent=parent, at=4)))
+        await sample(fleet, 1, options=RequestOptions(fork=ForkRequest(parent=parent, at=4)))
 
 
 @in_virtual_time
@@ -169,7 +169,7 @@ class Blind(Mortal):
 def test_run_goes_on_without_an_engine_that_cannot_fetch_what_the_others_can(tmp_path: Path) -> None:
     fleets: list[Any] = []
 
-    def parts(given: Parts) -> Parts:
+    def parts(given: Components) -> Components:
         made = with_fleet(NAMES, kind=Blind)(given)
         fleets.append(made.engine)
         return made

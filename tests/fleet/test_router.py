@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.engine.fleet.router import MEMORY, Router, SeatState, Wish, allowed_load, prefix_keys
+from headrace.engine.fleet.router import MEMORY, Router, RouteRequest, SeatState, allowed_load, prefix_keys
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -23,8 +23,8 @@ def serving(*names: str, version: int = 0) -> Router:
     return router
 
 
-def prompt(*ids: int, length: int = 0) -> Wish:
-    return Wish(prefixes=prefix_keys(np.array([*ids, *range(length)], np.int32)))
+def prompt(*ids: int, length: int = 0) -> RouteRequest:
+    return RouteRequest(prefixes=prefix_keys(np.array([*ids, *range(length)], np.int32)))
 
 
 class Histories(RuleBasedStateMachine):
@@ -59,7 +59,7 @@ class Histories(RuleBasedStateMachine):
     def load(self) -> Counter[str]:
         return Counter(place for place in self.places.values() if place is not None)
 
-    def place(self, number: int, wish: Wish) -> None:
+    def place(self, number: int, wish: RouteRequest) -> None:
         before, held = self.load(), {n for n in self.serving() if self.router.state(n) is SeatState.HELD}
         able = [name for name in self.serving() if wish.version in (None, self.versions[name])]
         able = [name for name in able if name not in held] or able
@@ -103,7 +103,7 @@ class Histories(RuleBasedStateMachine):
         assert sorted(homeless) == sorted(n for n, place in self.places.items() if place == name)
         for number in homeless:
             self.places[number] = None
-            self.place(number, Wish())
+            self.place(number, RouteRequest())
 
     @rule(
         session=st.sampled_from(["", "x", "y"]),
@@ -115,7 +115,7 @@ class Histories(RuleBasedStateMachine):
         keys = prefix_keys(np.array([group], np.int32))
         for _ in range(siblings):
             self.begun += 1
-            self.place(self.begun, Wish(session=session, prefixes=keys, version=version))
+            self.place(self.begun, RouteRequest(session=session, prefixes=keys, version=version))
 
     @precondition(lambda self: self.places)
     @rule(data=st.data())
@@ -129,7 +129,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def those_that_wait_try_again(self) -> None:
         for number in [number for number, place in self.places.items() if place is None]:
-            self.place(number, Wish())
+            self.place(number, RouteRequest())
 
     @invariant()
     def nothing_is_lost_and_nothing_is_there_twice(self) -> None:
@@ -169,11 +169,11 @@ def test_what_was_computed_under_other_weights_draws_nobody() -> None:
 
 def test_a_session_stays_where_it_was_through_commits() -> None:
     router = serving("a", "b")
-    assert router.place(0, Wish(session="s")) == "a"
+    assert router.place(0, RouteRequest(session="s")) == "a"
     router.end(0)
     router.use("a", 1)
     router.use("b", 1)
-    assert [router.place(1 + turn, Wish(session="s")) for turn in range(3)] == ["a"] * 3
+    assert [router.place(1 + turn, RouteRequest(session="s")) for turn in range(3)] == ["a"] * 3
 
 
 def test_a_slow_engine_gets_no_more_than_its_share_of_waiting_sequences() -> None:
@@ -219,10 +219,10 @@ def test_engine_without_weights_serves_nothing() -> None:
 def test_sequence_of_one_version_goes_to_an_engine_that_has_it_or_to_none() -> None:
     router = serving("a", "b")
     router.use("b", 1)
-    assert router.place(0, Wish(version=1)) == "b"
-    assert router.place(1, Wish(version=0)) == "a"
-    assert router.place(2, Wish(version=2)) is None
-    assert router.place(2, Wish(only="b")) == "b"
+    assert router.place(0, RouteRequest(version=1)) == "b"
+    assert router.place(1, RouteRequest(version=0)) == "a"
+    assert router.place(2, RouteRequest(version=2)) is None
+    assert router.place(2, RouteRequest(only="b")) == "b"
     assert router.place(3, avoid={"a", "b"}) is None
 
 
@@ -242,6 +242,6 @@ def test_prompts_share_the_names_of_what_they_share(length: int) -> None:
 def test_memory_of_prompts_and_sessions_is_bounded() -> None:
     router = serving("a")
     for number in range(MEMORY + 10):
-        router.place(number, Wish(session=str(number), prefixes=(number,)))
+        router.place(number, RouteRequest(session=str(number), prefixes=(number,)))
         router.end(number)
     assert len(router._sessions) == len(router._prefixes) == MEMORY

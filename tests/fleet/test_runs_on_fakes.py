@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.clock import VirtualClock
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.engine.fleet import Fleet
 from headrace.errors import NeedsFull, WeightsError
 from headrace.learner.base import Publication
@@ -83,10 +83,10 @@ def with_fleet(
     kind: type[Mortal] = Mortal,
     away_s: float = 3.0,
     interrupt: Interrupt = Interrupt.INFLIGHT,
-) -> Callable[[Parts], Parts]:
+) -> Callable[[Components], Components]:
     """``deaths``: when which engine dies; each comes back after ``away_s``."""
 
-    def change(parts: Parts) -> Parts:
+    def change(parts: Components) -> Components:
         loop, fleet = asyncio.get_running_loop(), Fleet(VirtualClock(), size=len(names))
         engines: dict[str, Mortal] = {}
 

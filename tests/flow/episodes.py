@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.tokens import Tokens
 
 
@@ -22,10 +22,10 @@ def sampled(count: int, versions: tuple[int, int] = (0, 0), seed: int = 0) -> To
 
 def ended(
     group: int, place: int, *, tokens: Tokens | None = None, reward: float | None = 1.0, cause: str = ""
-) -> Episode:
+) -> EpisodeGraph:
     """An episode of one prompt and one answer that has ended; failed where there is a ``cause``."""
     answer = sampled(4) if tokens is None else tokens
-    return Episode(
+    return EpisodeGraph(
         key=EpisodeKey(group, place),
         turns=[
             Turn(author="task", tokens=Tokens.observed([group, place])),
@@ -37,7 +37,7 @@ def ended(
     )
 
 
-def as_told(episode: Episode) -> tuple[object, ...]:
+def as_told(episode: EpisodeGraph) -> tuple[object, ...]:
     """All of an episode, for comparison."""
     turns = [
         (

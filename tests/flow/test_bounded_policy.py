@@ -8,7 +8,7 @@ import pytest
 
 from headrace.flow import FlowConfig
 from headrace.flow.policies import Bounded
-from headrace.flow.state import FlowState, Limits
+from headrace.flow.state import FlowLimits, FlowState
 from headrace.types.group import GroupState
 from tests.flow.driver import Driver
 
@@ -102,7 +102,7 @@ def take(state: FlowState, policy: Bounded) -> tuple[int, ...] | None:
 
 
 def test_taken_group_keeps_its_slot_until_the_weights_are_committed() -> None:
-    policy, state = Bounded(), FlowState(limits=Limits(batch_size=2, max_age=0, lead=0))
+    policy, state = Bounded(), FlowState(limits=FlowLimits(batch_size=2, max_age=0, lead=0))
     numbers = admitted(state, policy)
     make_ready(state, numbers)
     assert take(state, policy) == (0, 1)
@@ -117,12 +117,12 @@ def test_taken_group_keeps_its_slot_until_the_weights_are_committed() -> None:
 
 def test_lead_admits_that_many_batches_ahead() -> None:
     for lead in range(4):
-        state = FlowState(limits=Limits(batch_size=3, max_age=3, lead=lead))
+        state = FlowState(limits=FlowLimits(batch_size=3, max_age=3, lead=lead))
         assert Bounded().admit(state) == 3 * (lead + 1)
 
 
 def test_capacity_limits_what_runs_and_not_what_is_ready() -> None:
-    policy, state = Bounded(), FlowState(limits=Limits(batch_size=2, max_age=3, lead=3, capacity=3))
+    policy, state = Bounded(), FlowState(limits=FlowLimits(batch_size=2, max_age=3, lead=3, capacity=3))
     numbers = admitted(state, policy)
     assert len(numbers) == 3
     assert policy.admit(state) == 0
@@ -131,7 +131,7 @@ def test_capacity_limits_what_runs_and_not_what_is_ready() -> None:
 
 
 def test_ready_first_lets_a_straggler_be_overtaken_until_it_is_due() -> None:
-    policy, state = Bounded(), FlowState(limits=Limits(batch_size=1, max_age=2, lead=2))
+    policy, state = Bounded(), FlowState(limits=FlowLimits(batch_size=1, max_age=2, lead=2))
     assert admitted(state, policy) == [0, 1, 2]
     make_ready(state, [1, 2])
     assert take(state, policy) == (1,)
@@ -142,7 +142,7 @@ def test_ready_first_lets_a_straggler_be_overtaken_until_it_is_due() -> None:
 
 
 def test_batch_waits_where_a_straggler_would_otherwise_miss_its_bound() -> None:
-    policy, state = Bounded(), FlowState(limits=Limits(batch_size=1, max_age=0, lead=0))
+    policy, state = Bounded(), FlowState(limits=FlowLimits(batch_size=1, max_age=0, lead=0))
     assert admitted(state, policy) == [0]
     other = state.submit()
     state.move(other, GroupState.ADMITTED)  # more than pacing would admit
@@ -151,7 +151,7 @@ def test_batch_waits_where_a_straggler_would_otherwise_miss_its_bound() -> None:
 
 
 def test_strict_order_waits_for_the_group_that_was_admitted_first() -> None:
-    policy, state = Bounded(), FlowState(limits=Limits(batch_size=1, max_age=2, lead=2, strict=True))
+    policy, state = Bounded(), FlowState(limits=FlowLimits(batch_size=1, max_age=2, lead=2, strict=True))
     assert admitted(state, policy) == [0, 1, 2]
     make_ready(state, [1, 2])
     assert not policy.select(state).take

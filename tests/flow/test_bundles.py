@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from headrace.flow.ledger.bundles import MOST_TOKENS, bundled, decode_entry, encode_bundle
 from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.episode import Branch, Episode, EpisodeKey, StopReason, Turn
+from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import Tokens
 from headrace.types.versions import FROZEN, NOT_SAMPLED, mixed
@@ -23,7 +23,7 @@ VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed(0), mixed(3), 0, 2, 7])
 
 
 @st.composite
-def episodes(draw: st.DrawFn) -> list[Episode]:
+def episodes(draw: st.DrawFn) -> list[EpisodeGraph]:
     made = []
     for place in range(draw(st.integers(1, 5))):
         turns = []
@@ -37,15 +37,17 @@ def episodes(draw: st.DrawFn) -> list[Episode]:
             parent = draw(st.none() | st.integers(0, index - 1)) if index else None
             reason = draw(st.none() | st.sampled_from(StopReason))
             turns.append(Turn(author=draw(st.text(max_size=5)), tokens=tokens, parent=parent, stop_reason=reason))
-        made.append(Episode(key=EpisodeKey(0, place), turns=turns))
+        made.append(EpisodeGraph(key=EpisodeKey(0, place), turns=turns))
     return made
 
 
 @given(episodes())
-def test_every_episode_comes_back_bit_for_bit_and_is_counted_as_it_counts_itself(given_episodes: list[Episode]) -> None:
+def test_every_episode_comes_back_bit_for_bit_and_is_counted_as_it_counts_itself(
+    given_episodes: list[EpisodeGraph],
+) -> None:
     data, told = encode_bundle(given_episodes)
     for entry, episode in enumerate(given_episodes):
-        back = Episode(key=episode.key, turns=decode_entry(data, entry))
+        back = EpisodeGraph(key=episode.key, turns=decode_entry(data, entry))
         assert as_told(back) == as_told(episode)
         assert told[entry].count == episode.num_sampled
         assert (told[entry].oldest, told[entry].newest) == (episode.versions() or (None, None))

@@ -16,11 +16,11 @@ from headrace.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, reopened, rewards_of
 from headrace.flow.filters.dynamic_sampling import DynamicSampling
-from headrace.flow.filters.length import Length
+from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.redundancy import Redundancy
 from headrace.flow.filters.resample_correct import ResampleCorrect
 from headrace.flow.filters.zero_variance import ZeroVariance
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import Tokens
 
@@ -43,7 +43,7 @@ def group(*rewards: float | None, number: int = 0, turns: dict[int, list[Turn]] 
     return ScoredGroup(
         number=number,
         episodes=tuple(
-            Episode(
+            EpisodeGraph(
                 key=EpisodeKey(number, place),
                 turns=(turns or {}).get(place, [answer("ab")]),
                 status=EpisodeStatus.FAILED if reward is None else EpisodeStatus.SCORED,
@@ -84,20 +84,20 @@ def cut(text: str = "abcdef") -> list[Turn]:
 
 def test_answers_that_were_cut_off_are_masked_or_left_out() -> None:
     whole = group(1.0, 0.0, 1.0, turns={1: cut()})
-    assert Length()(whole, CONTEXT) == Verdict(reason="overlong", mask=frozenset({1}))
-    assert Length(action="leave_out")(whole, CONTEXT) == Verdict(reason="overlong", leave_out=frozenset({1}))
-    assert Length(max_tokens=2)(group(1.0, 0.0), CONTEXT) == Verdict()
+    assert LengthFilter()(whole, CONTEXT) == Verdict(reason="overlong", mask=frozenset({1}))
+    assert LengthFilter(action="leave_out")(whole, CONTEXT) == Verdict(reason="overlong", leave_out=frozenset({1}))
+    assert LengthFilter(max_tokens=2)(group(1.0, 0.0), CONTEXT) == Verdict()
     long = group(1.0, 0.0, turns={0: [answer("abc")]})
-    assert Length(max_tokens=2)(long, CONTEXT).mask == {0}
+    assert LengthFilter(max_tokens=2)(long, CONTEXT).mask == {0}
 
 
 def test_masked_episode_stays_in_the_baseline_and_one_left_out_does_not() -> None:
     whole = group(1.0, 0.0, 1.0, 0.0, turns={1: cut()})
-    masked = apply_filters(whole, [Length()], min_episodes=2, context=CONTEXT).group
+    masked = apply_filters(whole, [LengthFilter()], min_episodes=2, context=CONTEXT).group
     assert rewards_of(masked.counted) == [1.0, 0.0, 1.0, 0.0]
     assert rewards_of(masked.scored) == [1.0, 1.0, 0.0]
     assert (masked.episodes[1].status, masked.episodes[1].cause) == (EpisodeStatus.MASKED, "overlong")
-    left = apply_filters(whole, [Length(action="leave_out")], min_episodes=2, context=CONTEXT).group
+    left = apply_filters(whole, [LengthFilter(action="leave_out")], min_episodes=2, context=CONTEXT).group
     assert rewards_of(left.counted) == rewards_of(left.scored) == [1.0, 1.0, 0.0]
     assert whole.episodes[1].status is EpisodeStatus.SCORED, "a filter changes nothing by itself"
 
@@ -105,22 +105,24 @@ def test_masked_episode_stays_in_the_baseline_and_one_left_out_does_not() -> Non
 def test_group_with_too_few_left_is_dropped_for_the_reason_of_the_filter_that_took_the_last() -> None:
     turns = {1: cut(), 2: cut()}
     left = apply_filters(
-        group(1.0, 0.0, 1.0, turns=turns), [Length(action="leave_out")], min_episodes=2, context=CONTEXT
+        group(1.0, 0.0, 1.0, turns=turns), [LengthFilter(action="leave_out")], min_episodes=2, context=CONTEXT
     )
     assert left.dropped == "overlong"
     assert [episode.status for episode in left.group.episodes] == [EpisodeStatus.SCORED] * 3
-    masks = apply_filters(group(1.0, 0.0, turns={0: cut(), 1: cut()}), [Length()], min_episodes=2, context=CONTEXT)
+    masks = apply_filters(
+        group(1.0, 0.0, turns={0: cut(), 1: cut()}), [LengthFilter()], min_episodes=2, context=CONTEXT
+    )
     assert masks.dropped == "overlong", "nothing is left to train"
 
 
 def test_group_of_which_every_answer_is_masked_stays_where_the_filter_keeps_it() -> None:
     whole = group(1.0, 0.0, turns={0: cut(), 1: cut()})
-    kept = apply_filters(whole, [Length(all_masked="keep")], min_episodes=2, context=CONTEXT)
+    kept = apply_filters(whole, [LengthFilter(all_masked="keep")], min_episodes=2, context=CONTEXT)
     assert kept.dropped == ""
     assert [episode.status for episode in kept.group.episodes] == [EpisodeStatus.MASKED] * 2
     assert rewards_of(kept.group.counted) == [1.0, 0.0]
     equal = group(1.0, 1.0, turns={0: cut(), 1: cut()})
-    both = [Length(all_masked="keep"), ZeroVariance()]
+    both = [LengthFilter(all_masked="keep"), ZeroVariance()]
     assert apply_filters(equal, both, min_episodes=2, context=CONTEXT).dropped == "zero_variance"
     with pytest.raises(ConfigError, match="all_masked='keep' and action='leave_out': nothing is masked"):
         validate(FlowConfig, {"filters": [{"kind": "length", "action": "leave_out", "all_masked": "keep"}]})
@@ -128,10 +130,12 @@ def test_group_of_which_every_answer_is_masked_stays_where_the_filter_keeps_it()
 
 def test_filters_see_what_the_one_before_left() -> None:
     whole = group(1.0, 1.0, 0.0, turns={2: cut()})
-    first, second = Length(action="leave_out"), ZeroVariance()
+    first, second = LengthFilter(action="leave_out"), ZeroVariance()
     assert apply_filters(whole, [first, second], min_episodes=2, context=CONTEXT).dropped == "zero_variance"
     assert apply_filters(whole, [second, first], min_episodes=2, context=CONTEXT).dropped == ""
-    assert apply_filters(whole, [Length(), second], min_episodes=2, context=CONTEXT).dropped == "", "masked ones count"
+    assert apply_filters(whole, [LengthFilter(), second], min_episodes=2, context=CONTEXT).dropped == "", (
+        "masked ones count"
+    )
 
 
 class Any_(FilterSection):

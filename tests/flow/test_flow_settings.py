@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from headrace.clock import run_virtual
 from headrace.flow import FlowConfig
 from headrace.flow.signal import Signal
-from headrace.flow.state import Limits
+from headrace.flow.state import FlowLimits
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_policy_that_does_not_exist_is_refused(policy: object) -> None:
 
 def test_limits_of_a_run_come_from_the_settings() -> None:
     config = FlowConfig(groups_per_step=4, max_age="auto", lead=2, capacity="auto", order="strict")
-    assert config.limits() == Limits(batch_size=4, max_age=1, lead=2, capacity=4, strict=True)
-    assert FlowConfig(max_age=2).limits() == Limits(batch_size=16, max_age=2)
+    assert config.limits() == FlowLimits(batch_size=4, max_age=1, lead=2, capacity=4, strict=True)
+    assert FlowConfig(max_age=2).limits() == FlowLimits(batch_size=16, max_age=2)
 
 
 def test_every_waiter_is_woken_and_only_by_a_ring_that_comes_after() -> None:

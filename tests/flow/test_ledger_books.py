@@ -12,7 +12,7 @@ import pytest
 from headrace.flow import FlowConfig, TakenBatch
 from headrace.flow.ledger import Fates, Recalled, SqliteLedger
 from headrace.flow.ledger.base import Operation
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from tests.flow.dict_ledger import DictLedger, Row
@@ -72,7 +72,7 @@ class BookDriver(Driver):
         self.checked = 0
         super().__init__(config, steps=4, rng=rng, ledger=ledger)
 
-    def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> Episode:
+    def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> EpisodeGraph:
         tokens = sampled(self.rng.randrange(2, 9), versions, seed=self.rng.randrange(1 << 30))
         cause = self.rng.choice(CAUSES) if failed else ""
         return ended(key.group, key.place, tokens=tokens, reward=self.rng.random(), cause=cause)
@@ -134,7 +134,7 @@ def count_tokens(rows: dict[int, Row], lost: int) -> Fates:
     return fates
 
 
-def count_one(fates: Fates, dropped: Counter[str], row: Row, episode: Episode | None, *, amount: int) -> None:
+def count_one(fates: Fates, dropped: Counter[str], row: Row, episode: EpisodeGraph | None, *, amount: int) -> None:
     if episode is not None and episode.status is EpisodeStatus.FAILED:
         dropped[episode.cause.split(":")[0]] += amount
     elif row.state is GroupState.DROPPED:

@@ -17,7 +17,7 @@ from headrace.flow import FlowConfig, TakenBatch
 from headrace.flow.ledger import Recalled, SqliteLedger
 from headrace.flow.ledger.base import Operation
 from headrace.flow.policies import STALE
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import Tokens
@@ -82,12 +82,12 @@ class BookedDriver(Driver):
 
     ledger: MemoryBooks
 
-    def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> Episode:
+    def make_episode(self, key: EpisodeKey, versions: tuple[int, int], *, failed: bool) -> EpisodeGraph:
         answer = Tokens(ids_T=[1, 2], logprobs_T=[-1.0, -1.0], versions_T=list(versions))
         turns = [Turn(author="policy", tokens=answer)]
         if failed:
-            return Episode(key=key, turns=turns, status=EpisodeStatus.FAILED, cause="reward_error")
-        return Episode(key=key, turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+            return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.FAILED, cause="reward_error")
+        return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
     def report(self, taken: TakenBatch) -> StepReport:
         floor = -1 if taken.oldest_version is None else taken.oldest_version

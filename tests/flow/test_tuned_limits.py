@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.flow.age_tuning import AgeTuner, AgeTuning
 from headrace.flow.concurrency import Concurrency
-from headrace.flow.state import FlowState, Limits
+from headrace.flow.state import FlowLimits, FlowState
 from headrace.types.messages.controller import EngineStats
 
 FRESH = EngineStats(cache_blocks=100)
@@ -142,7 +142,7 @@ def test_steps_without_the_figures_or_without_stale_tokens_move_nothing() -> Non
 
 
 def test_lowered_bound_leaves_older_tokens_what_they_were_promised() -> None:
-    state = FlowState(limits=Limits(batch_size=1, max_age=4), version=3)
+    state = FlowState(limits=FlowLimits(batch_size=1, max_age=4), version=3)
     state.set_max_age(2)
     assert [state.allowed_age(version) for version in (0, 3, 4, 9)] == [4, 4, 2, 2]
     state.version = 6
@@ -155,6 +155,6 @@ def test_lowered_bound_leaves_older_tokens_what_they_were_promised() -> None:
 
 
 def test_lead_follows_a_tuned_bound_unless_it_is_set() -> None:
-    limits = Limits(batch_size=1, max_age=4)
+    limits = FlowLimits(batch_size=1, max_age=4)
     assert limits.run_ahead == 4
     assert replace(limits, lead=2).run_ahead == 2

@@ -21,9 +21,9 @@ from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, PartChannel, ends_in
 from headrace.launch.clients.peer import Peer
 from headrace.types.messages import controller, engine
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec, Shutdown
 from headrace.types.messages.controller import Chunks, EngineStats, Failure, Ready, Staged
-from headrace.types.messages.engine import Abort, Commit, Shutdown
+from headrace.types.messages.engine import Abort, Commit
 
 TOKEN = "the-token-of-this-run"
 
@@ -122,7 +122,7 @@ def test_a_failure_reaches_who_asked_as_the_error_it_was() -> None:
         b"\x93\x01\x02",
         msgspec.msgpack.encode({"type": "Ready"}),
         msgspec.msgpack.encode({"type": "Staged", "call": "x", "version": 1, "seconds": 0.0}),
-        Codec(engine.Message).encode(Abort(request_ids=(1,))),
+        MessageCodec(engine.Message).encode(Abort(request_ids=(1,))),
         b"\x83\xa4type\xa6Staged\xa4call\xa2\xff\xff",  # text that is not UTF-8
     ],
 )
@@ -139,7 +139,7 @@ def test_bytes_that_are_no_message_end_the_run_in_words(data: bytes) -> None:
 def test_no_bytes_whatever_do_more_than_be_refused(data: bytes) -> None:
     for receives in (controller.Message, engine.Message):
         with contextlib.suppress(msgspec.DecodeError):
-            Codec(receives).decode(data)
+            MessageCodec(receives).decode(data)
 
 
 def test_a_process_without_the_token_of_the_run_is_refused() -> None:

@@ -19,8 +19,9 @@ from headrace.errors import RunError
 from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, Ends, PartChannel
 from headrace.types.messages import controller, engine
+from headrace.types.messages.codec import Shutdown
 from headrace.types.messages.controller import Ready
-from headrace.types.messages.engine import Commit, Shutdown
+from headrace.types.messages.engine import Commit
 from tests.launch.workers import is_alive
 
 HERE = "127.0.0.1"

@@ -16,7 +16,7 @@ import pytest
 
 from headrace.launch import forking as module
 from headrace.launch.channel import ControllerChannel, ends_in
-from headrace.launch.child import Child, Errand, Site
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import LaunchConfig
 from headrace.launch.forking import MODULE, UNTOLD, ForkServer, ForkServerLost, forking
@@ -256,14 +256,16 @@ print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
     assert (done.stdout, done.stderr, done.returncode) == ("1 False\n", "", 0)
 
 
-async def engine(place: Site, server: ForkServer, model: Path) -> Child:
+async def engine(place: Rendezvous, server: ForkServer, model: Path) -> Child:
     """A real one, with the weights of ``model``."""
     start = EngineStart(model={"path": str(model)}, engine={}, max_context=64, num_threads=1, own_weights=True)
 
     def peer(channel: ControllerChannel) -> Peer:
         return Peer("engine", channel, token=TOKEN, on_spans=place.on_spans)
 
-    return await Child.start(place, Errand(name="engine", start=start, num_threads=1, make_peer=peer), Here(server))
+    return await Child.start(
+        place, ProcessSpec(name="engine", start=start, num_threads=1, make_peer=peer), Here(server)
+    )
 
 
 def test_an_engine_that_cannot_start_says_why_and_its_server_has_one_thread(whole: ForkServer, tmp_path: Path) -> None:

@@ -9,11 +9,20 @@ import pytest
 
 from headrace.clock import Clock
 from headrace.errors import DataError, ReplayDiffers
-from headrace.launch.hosts.interleaving import Gate, Names, Scribe
-from headrace.launch.interleaving import Handled, Told, read_interleaving
+from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
+from headrace.launch.interleaving import EngineInput, Handled, read_interleaving
 from headrace.types.episode import StopReason
+from headrace.types.messages.codec import Shutdown
 from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, Score, Shutdown, Stage
+from headrace.types.messages.engine import (
+    Abort,
+    Commit,
+    Generate,
+    GenerateRequest,
+    Message,
+    ScoreTokens,
+    Stage,
+)
 from headrace.types.sampling import Sampling
 from headrace.types.weights import Manifest, WeightUpdate
 
@@ -51,26 +60,28 @@ def ended(request_id: int) -> Chunk:
     )
 
 
-def gate_of(recorded: list[Handled], clock: Hand | None = None) -> Gate:
-    return Gate(recorded, Names(), clock or Hand(), deadline_s=5.0, whose=lambda seed: f"the request of seed {seed}")
+def gate_of(recorded: list[Handled], clock: Hand | None = None) -> ReplayGate:
+    return ReplayGate(
+        recorded, Names(), clock or Hand(), deadline_s=5.0, whose=lambda seed: f"the request of seed {seed}"
+    )
 
 
-COMMIT_0 = Handled(steps=0, told=Told.COMMIT, version=0)
-LAST = Handled(steps=99, told=Told.COMMIT, version=1)
+COMMIT_0 = Handled(steps=0, told=EngineInput.COMMIT, version=0)
+LAST = Handled(steps=99, told=EngineInput.COMMIT, version=1)
 
 
 def test_what_an_engine_is_told_can_be_read_back(tmp_path: Path) -> None:
-    scribe = Scribe(tmp_path / "record", Names())
+    scribe = DeliveryRecorder(tmp_path / "record", Names())
     scribe.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
     scribe.write([], 1)
     scribe.ended([ended(7)])
-    scribe.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), Score(call=1, ids_T=IDS)], 2)
+    scribe.write([Abort(request_ids=(7, 8)), Abort(request_ids=(7,)), ScoreTokens(call=1, ids_T=IDS)], 2)
     scribe.write([Shutdown()], 3)
     assert read_interleaving(tmp_path / "record") == [
         COMMIT_0,
-        Handled(steps=0, told=Told.GENERATE, seeds=(70, 80)),
-        Handled(steps=2, told=Told.ABORT, seeds=(80,)),
-        Handled(steps=2, told=Told.SCORE),
+        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70, 80)),
+        Handled(steps=2, told=EngineInput.ABORT, seeds=(80,)),
+        Handled(steps=2, told=EngineInput.SCORE),
     ]
 
 
@@ -98,7 +109,7 @@ def test_a_line_that_no_engine_has_written_is_refused_by_its_number(tmp_path: Pa
 
 
 def test_a_disk_that_takes_no_more_costs_the_record_and_not_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    scribe = Scribe(Path("/dev/full"), Names())
+    scribe = DeliveryRecorder(Path("/dev/full"), Names())
     scribe.write([Commit(call=0, version=0)], 0)
     scribe.write([Commit(call=1, version=1)], 1)
     assert capsys.readouterr().err.count("/dev/full cannot be written") == 1
@@ -107,8 +118,8 @@ def test_a_disk_that_takes_no_more_costs_the_record_and_not_the_engine(capsys: p
 def test_messages_wait_for_their_step_and_their_turn() -> None:
     recorded = [
         COMMIT_0,
-        Handled(steps=0, told=Told.GENERATE, seeds=(70,)),
-        Handled(steps=3, told=Told.GENERATE, seeds=(90, 80)),
+        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70,)),
+        Handled(steps=3, told=EngineInput.GENERATE, seeds=(90, 80)),
         LAST,
     ]
     gate = gate_of(recorded)
@@ -127,8 +138,8 @@ def test_messages_wait_for_their_step_and_their_turn() -> None:
 def test_requests_are_withdrawn_when_the_record_says_so() -> None:
     recorded = [
         COMMIT_0,
-        Handled(steps=0, told=Told.GENERATE, seeds=(70,)),
-        Handled(steps=2, told=Told.ABORT, seeds=(70,)),
+        Handled(steps=0, told=EngineInput.GENERATE, seeds=(70,)),
+        Handled(steps=2, told=EngineInput.ABORT, seeds=(70,)),
         LAST,
     ]
     gate = gate_of(recorded)
@@ -144,7 +155,7 @@ def test_staging_and_the_end_never_wait() -> None:
 
 
 def test_behind_the_last_commit_messages_pass_as_they_come() -> None:
-    gate = gate_of([COMMIT_0, Handled(steps=5, told=Told.GENERATE, seeds=(70,))])
+    gate = gate_of([COMMIT_0, Handled(steps=5, told=EngineInput.GENERATE, seeds=(70,))])
     commit = Commit(call=0, version=0)
     assert gate.release([generate((1, 80)), commit], 0) == [commit, generate((1, 80))]
     assert gate.open
@@ -153,7 +164,7 @@ def test_behind_the_last_commit_messages_pass_as_they_come() -> None:
 
 def test_a_request_that_does_not_come_is_named_with_its_step_and_with_those_that_came_instead() -> None:
     clock = Hand()
-    gate = gate_of([COMMIT_0, Handled(steps=4, told=Told.GENERATE, seeds=(70,)), LAST], clock)
+    gate = gate_of([COMMIT_0, Handled(steps=4, told=EngineInput.GENERATE, seeds=(70,)), LAST], clock)
     gate.release([Commit(call=0, version=0), generate((1, 80))], 0)
     assert gate.release([], 4) == []
     clock.time_s = 4.9

@@ -26,8 +26,8 @@ from headrace.launch.joining.invitation import Invitation, read_invitation, writ
 from headrace.launch.joining.node import NobodyThere, Offer, join
 from headrace.launch.starts import Keep
 from headrace.session import load_config
-from headrace.types.messages.codec import Codec
-from headrace.types.messages.node import AtTheDoor, Knock, Refused
+from headrace.types.messages.codec import MessageCodec
+from headrace.types.messages.node import AtTheDoor, JoinRefused, JoinRequest
 from tests.env.crews import Crew, crew
 from tests.env.tasks import make_env_run
 from tests.session.runs import command
@@ -226,16 +226,18 @@ def test_who_is_not_invited_is_told_so_and_nothing_comes_of_it(
     async def main() -> None:
         async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
             invitation = read_invitation(at.invitation)
-            knock = Knock(token=invitation.token, headrace=__version__, address="x", workers=1)
-            answer = await asyncio.to_thread(knocked, invitation, Codec(AtTheDoor).encode(change_of(knock, change)))
-            assert isinstance(answer, Refused)
+            knock = JoinRequest(token=invitation.token, headrace=__version__, address="x", workers=1)
+            answer = await asyncio.to_thread(
+                knocked, invitation, MessageCodec(AtTheDoor).encode(change_of(knock, change))
+            )
+            assert isinstance(answer, JoinRefused)
             assert problem in answer.problem
             assert at.events == []
 
     asyncio.run(main())
 
 
-def change_of(knock: Knock, change: dict[str, object]) -> Knock:
+def change_of(knock: JoinRequest, change: dict[str, object]) -> JoinRequest:
     return msgspec.structs.replace(knock, **change)
 
 
@@ -248,7 +250,7 @@ def knocked(invitation: Invitation, data: bytes) -> object:
         if not line.poll(1000, zmq.POLLOUT):  # the connection has ended by now, and is made once
             return None
         line.send(data)
-        return Codec(AtTheDoor).decode(line.recv()) if line.poll(1000) else None
+        return MessageCodec(AtTheDoor).decode(line.recv()) if line.poll(1000) else None
 
 
 def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
@@ -259,15 +261,15 @@ def test_whatever_is_said_at_the_door_the_run_goes_on(tmp_path: Path) -> None:
             assert await asyncio.to_thread(knocked, stranger, b"") is None, "without the key: no answer"
             for data in (b"", b"\xc1", b"\x81\xa4type\xa5Knock", os.urandom(60_000), b"\x91" * 60_000):
                 answer = await asyncio.to_thread(knocked, invitation, data)
-                assert isinstance(answer, Refused)
+                assert isinstance(answer, JoinRefused)
                 assert "does not understand" in answer.problem
             assert await asyncio.to_thread(knocked, invitation, os.urandom(1 << 17)) is None, "too long"
             host, _, port = invitation.address.rpartition(":")
             with socket.create_connection((host, int(port))) as line:
                 line.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            welcome = Knock(token=invitation.token, headrace=__version__, address="\x1b[2J" * 99, workers=1)
+            welcome = JoinRequest(token=invitation.token, headrace=__version__, address="\x1b[2J" * 99, workers=1)
             assert not isinstance(
-                await asyncio.to_thread(knocked, invitation, Codec(AtTheDoor).encode(welcome)), Refused
+                await asyncio.to_thread(knocked, invitation, MessageCodec(AtTheDoor).encode(welcome)), JoinRefused
             )
             assert set(map(type, await at.run("pid"))) == {float}  # it was let in, and never showed itself
             assert at.events == []

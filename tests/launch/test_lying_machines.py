@@ -14,17 +14,17 @@ import pytest
 
 from headrace import __version__
 from headrace.launch.channel import Ends, PartChannel
-from headrace.launch.far.keeper import Begin, Ended, Found
+from headrace.launch.far.keeper import Begin, FarExit, NodeReply
 from headrace.launch.joining.invitation import read_invitation
 from headrace.types.messages import environment, node
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.controller import Alive, Done, Leaving, Ready
-from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, Knock, Refused, Welcome
+from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
 from tests.env.crews import Crew, crew
 from tests.launch.test_joining import PLACES, free_address, joined, knocked, until
 
-FOUND = msgspec.json.encode(Found(address="", interface="", headrace="", missing={}, shared=False, port=1))
-ENDED = msgspec.json.encode(Ended(code=1, words="ended", lines=[]))
+FOUND = msgspec.json.encode(NodeReply(address="", interface="", headrace="", missing={}, shared=False, port=1))
+ENDED = msgspec.json.encode(FarExit(code=1, words="ended", lines=[]))
 Answer = bytes | int | float
 
 
@@ -101,7 +101,9 @@ def knock(path: Path, **more: object) -> object:
     """What the door answers to somebody who has the invitation."""
     invitation = read_invitation(path)
     words = {"token": invitation.token, "headrace": __version__, "address": "liar", "workers": 1, **more}
-    return knocked(invitation, Codec(AtTheDoor).encode(msgspec.convert(words | {"type": "Knock"}, Knock)))
+    return knocked(
+        invitation, MessageCodec(AtTheDoor).encode(msgspec.convert(words | {"type": "JoinRequest"}, JoinRequest))
+    )
 
 
 @asynccontextmanager
@@ -179,7 +181,7 @@ def test_so_many_may_come_as_there_are_files_for_whether_they_show_themselves_or
     async def main() -> None:
         async with crew(tmp_path, PLACES, "rollout", join=free_address()) as at:
             answers = [await asyncio.to_thread(knock, at.invitation, workers=1024) for _ in range(3)]
-            assert isinstance(answers[-1], Refused)
+            assert isinstance(answers[-1], JoinRefused)
             assert "for which it may open files" in answers[-1].problem
             assert await goes_on(at)
 

@@ -19,21 +19,21 @@ import pytest
 
 from headrace.clock import run_virtual
 from headrace.errors import ConfigError, DeadlineError, RunError
-from headrace.launch.child import Child, Errand, Site
-from headrace.launch.config import LaunchConfig, RayConfig, Share
-from headrace.launch.far.keeper import Keeper
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
+from headrace.launch.config import LaunchConfig, RayConfig, ResourceShare
+from headrace.launch.far.keeper import ProcessKeeper
 from headrace.launch.far.paths import paths_of
-from headrace.launch.far.process import Broken, FarProcess, Lost
+from headrace.launch.far.process import FarProcess, KeeperLost, KeeperUnusable
 from headrace.launch.ray import cluster, starter
-from headrace.launch.ray.cluster import Node, bundle
+from headrace.launch.ray.cluster import RayNode, bundle
 from headrace.launch.ray.fit import devices_of
 from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.scoring import FunctionReward
 from headrace.session import load_config
 from headrace.sync.config import Route
-from headrace.types.messages import scorer
+from headrace.types.messages.codec import Shutdown
 from headrace.types.messages.controller import Scored, Started
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 from headrace.types.trace import Span, earlier
 from tests.launch.workers import KEEP, TOKEN, ForeignPeer, is_alive
 
@@ -81,7 +81,12 @@ def test_each_part_computes_on_what_it_asks_for() -> None:
     assert str(devices_of(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
     assert launch.threads("engine", 2, 64) == 4
     assert LaunchConfig(engine_threads=4).threads("engine", 2, 64) == 2
-    assert bundle(Share(gpus=1, memory_gb=2, resources={"disk": 1})) == {"CPU": 1, "GPU": 1, "memory": 2e9, "disk": 1}
+    assert bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {
+        "CPU": 1,
+        "GPU": 1,
+        "memory": 2e9,
+        "disk": 1,
+    }
     assert bundle(RayConfig().scorer) == {}
 
 
@@ -126,7 +131,7 @@ def test_what_ray_says_of_a_lost_actor_is_told_in_a_few_words(said: str, told: s
 class Seat:
     """An actor that stands in this process: it is the real keeper."""
 
-    keeper: Keeper = field(default_factory=partial(Keeper, HERE))
+    keeper: ProcessKeeper = field(default_factory=partial(ProcessKeeper, HERE))
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     breaks: BaseException | None = None
     tasks: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -149,7 +154,7 @@ class Seat:
         if work.done():
             return work.result()
         work.cancel()
-        raise Lost("was lost with its node")
+        raise KeeperLost("was lost with its node")
 
     async def leave(self) -> None:
         """What the end of its process would do."""
@@ -178,12 +183,12 @@ class Seats:
     seats: list[Seat]
     taken: list[Seat] = field(default_factory=list)
 
-    def keeper(self, name: str, share: Share, room: object) -> Seat:
+    def keeper(self, name: str, share: ResourceShare, room: object) -> Seat:
         self.taken.append(self.seats.pop(0))
         return self.taken[-1]
 
-    async def nodes(self) -> list[Node]:
-        return [Node(address=HERE, cpus=1, gpus=0)]
+    async def nodes(self) -> list[RayNode]:
+        return [RayNode(address=HERE, cpus=1, gpus=0)]
 
     async def words(self) -> str:
         return "it has 1 node with 1 CPUs"
@@ -202,8 +207,8 @@ def launcher(run_dir: Path, seats: Seats, timeout_s: float = 30.0) -> starter.Ra
     return starter.RayStarter(order, seats, None, "mark")  # type: ignore[arg-type]
 
 
-def errand(start: Start, name: str = "scorer-0") -> Errand:
-    return Errand(
+def errand(start: Start, name: str = "scorer-0") -> ProcessSpec:
+    return ProcessSpec(
         name=name,
         start=start,
         num_threads=1,
@@ -220,13 +225,13 @@ def grader(directory: Path) -> ScorerStart:
 @asynccontextmanager
 async def on_seats(directory: Path, seats: Seats, start: Start, **more: Any) -> AsyncIterator[Child]:
     """A part, started on one of the seats; nothing is left of it."""
-    site = Site(directory=directory, logs=directory / "logs", token=TOKEN, on_spans=lambda _: None)
+    site = Rendezvous(directory=directory, logs=directory / "logs", token=TOKEN, on_spans=lambda _: None)
     try:
         child = await Child.start(site, errand(start, **more.pop("of", {})), launcher(directory, seats, **more))
         try:
             yield child
         finally:
-            await child.end(scorer.Shutdown())
+            await child.end(Shutdown())
     finally:
         for seat in seats.taken:
             await seat.leave()
@@ -239,7 +244,7 @@ async def scored(child: Child, text: str) -> Scored:
         call = child.peer.next_call()
         child.peer.expect(call, Started)
         answer = child.peer.expect(call, Scored)
-        child.peer.send(Score(call=call, prompt="", completions=(text,), row={}))
+        child.peer.send(ScoreCompletions(call=call, prompt="", completions=(text,), row={}))
         done = await answer
         listening.cancel()
     return done
@@ -281,7 +286,7 @@ def test_a_process_whose_node_is_lost_has_ended_and_says_so(tmp_path: Path) -> N
 
 def test_a_node_that_is_lost_while_a_part_starts_there_is_made_up_for_by_another(tmp_path: Path) -> None:
     async def main() -> None:
-        seats = Seats([Seat(breaks=Lost("was lost with its node")), Seat()])
+        seats = Seats([Seat(breaks=KeeperLost("was lost with its node")), Seat()])
         async with on_seats(tmp_path, seats, grader(tmp_path)) as child:
             assert child.state == "starting"
         assert len(seats.taken) == 2
@@ -324,7 +329,7 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
         snapshot="", route=Route(transport="http"), num_threads=1,
     )  # fmt: skip
 
-    class Elsewhere(Keeper):
+    class Elsewhere(ProcessKeeper):
         def look(self, asked: bytes) -> bytes:
             (tmp_path / "mark").unlink()
             return super().look(asked)
@@ -334,7 +339,7 @@ def test_a_learner_must_see_the_run_directory_itself(tmp_path: Path) -> None:
 
 
 def test_a_node_without_headrace_says_so(tmp_path: Path) -> None:
-    seat = Seat(breaks=Broken("ModuleNotFoundError: No module named 'headrace'"))
+    seat = Seat(breaks=KeeperUnusable("ModuleNotFoundError: No module named 'headrace'"))
     error = refusal(tmp_path, seat, grader(tmp_path))
     assert "scorer-0 cannot be started on its node: ModuleNotFoundError" in error.problem
     assert "is headrace installed there" in error.remedy

@@ -14,9 +14,9 @@ import pytest
 
 from headrace.errors import RunError
 from headrace.launch.joining import streams
-from headrace.launch.joining.relay import Way, answering, dialling
-from headrace.launch.joining.streams import AHEAD, ENTRY_BYTES, Streams
-from headrace.types.messages.codec import Codec
+from headrace.launch.joining.relay import RelayRoute, answering, dialling
+from headrace.launch.joining.streams import AHEAD, ENTRY_BYTES, RedisStreams
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.node import Dial
 from tests.launch.test_joining import until
 from tests.redis_server import RedisServer, redis_server
@@ -29,16 +29,16 @@ def redis() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def ways(redis: RedisServer, directory: Path, most: int = 100) -> AsyncIterator[tuple[Way, list[str]]]:
+async def ways(redis: RedisServer, directory: Path, most: int = 100) -> AsyncIterator[tuple[RelayRoute, list[str]]]:
     """Both ends in this process, of what can be dialled in ``directory``; what they had to say."""
     told: list[str] = []
     async with AsyncExitStack() as stack:
-        ours, theirs = (Streams(redis.url, "run", None, told.append) for _ in range(2))
+        ours, theirs = (RedisStreams(redis.url, "run", None, told.append) for _ in range(2))
         await stack.enter_async_context(answering(ours, directory, most))
         yield await stack.enter_async_context(dialling(theirs)), told
 
 
-async def opened(way: Way, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(way: RelayRoute, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_unix_connection((await way.to(name)).removeprefix("ipc://"))
 
 
@@ -78,10 +78,10 @@ def test_dials_that_are_none_are_passed_over(
         server = await asyncio.start_unix_server(repeats, tmp_path / "echo")
         async with ways(redis, tmp_path) as (way, told):
             there, key = redis.client(), "headrace:join:run:dials"
-            for data in (b"", b"\xc1", os.urandom(1 << 20), b"\x91" * 60_000, Codec(Dial).encode({"to": 1})):
+            for data in (b"", b"\xc1", os.urandom(1 << 20), b"\x91" * 60_000, MessageCodec(Dial).encode({"to": 1})):
                 there.xadd(key, {"data": data})
             there.xadd(key, {"else": b"x"})
-            again = Codec(Dial).encode(Dial(to="echo", number=1))
+            again = MessageCodec(Dial).encode(Dial(to="echo", number=1))
             for _ in range(3):  # the same
                 there.xadd(key, {"data": again})
             reader, writer = await opened(way, "echo")
@@ -210,7 +210,7 @@ def test_a_connection_that_nobody_takes_is_ended(
 
     async def main() -> None:
         told: list[str] = []
-        async with dialling(Streams(redis.url, "run", None, told.append)) as way:
+        async with dialling(RedisStreams(redis.url, "run", None, told.append)) as way:
             reader, writer = await opened(way, "anything")
             writer.write(bytes(32 << 20))
             with suppress(ConnectionError):

@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Child, Errand, Site
-from headrace.launch.clients import ScorerPool, Terms
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
+from headrace.launch.clients import ScorerPool, ScorerPoolConfig
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.here import Here
 from headrace.launch.starts import Keep, ScorerStart, Start
 from headrace.scoring import FunctionReward, Scores
-from headrace.types.messages import scorer
+from headrace.types.messages.codec import Shutdown
 from headrace.types.task import Task
 
 TOKEN = "the-token-of-this-run"
@@ -29,20 +29,20 @@ KEEP = Keep(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)
 
 
 @asynccontextmanager
-async def site(logs: Path, token: str = TOKEN) -> AsyncIterator[Site]:
+async def site(logs: Path, token: str = TOKEN) -> AsyncIterator[Rendezvous]:
     """Where processes of a test meet."""
     with tempfile.TemporaryDirectory(prefix="hr-test-") as directory:
-        yield Site(directory=Path(directory), logs=logs, token=token, on_spans=lambda _: None)
+        yield Rendezvous(directory=Path(directory), logs=logs, token=token, on_spans=lambda _: None)
 
 
-async def start_child(place: Site, name: str, start: Start, token: str = TOKEN) -> Child:
+async def start_child(place: Rendezvous, name: str, start: Start, token: str = TOKEN) -> Child:
     """One process; its peer expects ``token``."""
 
     def peer(channel: ControllerChannel) -> Peer:
         kind = ForeignPeer if isinstance(start, ScorerStart) else Peer
         return kind(name, channel, token=token, on_spans=place.on_spans)
 
-    return await Child.start(place, Errand(name=name, start=start, num_threads=1, make_peer=peer), Here())
+    return await Child.start(place, ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer), Here())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +80,7 @@ async def crew(
 
         pool = ScorerPool(
             start_worker,
-            Terms(num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=60.0),
+            ScorerPoolConfig(num_workers=num_workers, concurrency=32, timeout_s=timeout_s, start_timeout_s=60.0),
             warn=lambda text: made.warnings.append(text),  # noqa: PLW0108 - made comes later
         )
         made = Crew(pool=pool)
@@ -92,7 +92,7 @@ async def crew(
                 running.cancel()
         finally:
             for child in made.children:
-                await child.end(scorer.Shutdown())
+                await child.end(Shutdown())
 
 
 def task() -> Task:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.learner import head
-from headrace.learner.head import Asked, Kept, Likeliest, linear_logprobs, linear_top
+from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
 from headrace.types.recorded import KeptSets
 
 TOKENS, VOCAB, HIDDEN = 7, 11, 5
@@ -22,8 +22,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setitem(head.TILES, "cpu", (3, 4))
 
 
-def asked(ids_P: Tensor, kept: KeptSets | None, *, entropy: bool = True, keep: bool = False) -> Asked:
-    return Asked(
+def asked(ids_P: Tensor, kept: KeptSets | None, *, entropy: bool = True, keep: bool = False) -> HeadRequest:
+    return HeadRequest(
         ids_P=ids_P,
         temperature=0.7,
         kept=None if kept is None else Kept(kept, torch.device("cpu")),

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.models.kernels import build
 from headrace.models.kernels.build import Unavailable, open_library
 from headrace.models.kernels.ops import Kernels, kernels, open_kernels
-from headrace.models.kernels.panels import Weights
+from headrace.models.kernels.panels import PackedProduct
 
 
 @pytest.fixture(scope="module")
@@ -53,31 +53,31 @@ def test_products_are_those_of_double_precision(m: int, n: int, k: int, bias: bo
     x, w, b = drawn(m, k), drawn(n, k, seed=1), drawn(n, seed=2)
     wanted = F.linear(x.double(), w.double(), b.double() if bias else None)
     magnitude = F.linear(x.double().abs(), w.double().abs(), b.double().abs())
-    assert float(((loaded.linear(x, Weights(w, b if bias else None)) - wanted).abs() / magnitude).max()) < 1e-6
+    assert float(((loaded.linear(x, PackedProduct(w, b if bias else None)) - wanted).abs() / magnitude).max()) < 1e-6
 
 
 @pytest.mark.parametrize("k", [256, 279, 304])
 def test_products_of_many_tokens_and_long_rows_are_right_and_those_of_few(ops: Kernels, k: int) -> None:
     x, w = drawn(200, k), drawn(77, k, seed=1)  # weights are fetched at another pace there
-    whole = ops.linear(x, Weights(w))
+    whole = ops.linear(x, PackedProduct(w))
     magnitude = F.linear(x.double().abs(), w.double().abs())
     assert float(((whole - F.linear(x.double(), w.double())).abs() / magnitude).max()) < 1e-6
     for size in (1, 2, 8, 40, 64, 97, 199):
-        assert torch.equal(ops.linear(x[:size], Weights(w)), whole[:size]), size
+        assert torch.equal(ops.linear(x[:size], PackedProduct(w)), whole[:size]), size
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_tokens_product_has_the_same_bits_in_every_batch(ops: Kernels, threads: int) -> None:
     x, w, b = drawn(200, 131), drawn(77, 131, seed=1), drawn(77, seed=2)
-    whole = ops.linear(x, Weights(w, b))
+    whole = ops.linear(x, PackedProduct(w, b))
     torch.set_num_threads(threads)
     for size in range(1, 201):
         at = (size * 37) % (201 - size)
-        assert torch.equal(ops.linear(x[at : at + size], Weights(w, b)), whole[at : at + size]), size
+        assert torch.equal(ops.linear(x[at : at + size], PackedProduct(w, b)), whole[at : at + size]), size
 
 
 def test_products_side_by_side_have_the_bits_of_each_alone(ops: Kernels) -> None:
-    x, several = drawn(5, 64), [Weights(drawn(n, 64, seed=n)) for n in (32, 17, 80)]
+    x, several = drawn(5, 64), [PackedProduct(drawn(n, 64, seed=n)) for n in (32, 17, 80)]
     joined = ops.linears(x, several)
     assert torch.equal(joined, torch.cat([ops.linear(x, each) for each in several], -1))
 
@@ -96,13 +96,13 @@ def test_weights_that_are_packed_beforehand_give_the_same_bits(m: int, n: int, k
     if isinstance(loaded, Unavailable):
         pytest.skip(loaded.reason)
     x, w, b = drawn(m, k), drawn(n, k, seed=1), drawn(n, seed=2) if bias else None
-    ahead, plain = Weights(w, b, packed(loaded, w)), Weights(w, b)
+    ahead, plain = PackedProduct(w, b, packed(loaded, w)), PackedProduct(w, b)
     wanted = loaded.linear(x, plain)
     assert torch.equal(loaded.linear(x, ahead), wanted)
     assert torch.equal(loaded.linears(x, [ahead, plain, ahead]), torch.cat([wanted] * 3, -1))
-    up, down = Weights(drawn(n, k, seed=3)), Weights(drawn(k, n, seed=4))
+    up, down = PackedProduct(drawn(n, k, seed=3)), PackedProduct(drawn(k, n, seed=4))
     both = (down.weight, None, packed(loaded, down.weight))
-    assert torch.equal(loaded.gated(x, ahead, up, Weights(*both)), loaded.gated(x, plain, up, down))
+    assert torch.equal(loaded.gated(x, ahead, up, PackedProduct(*both)), loaded.gated(x, plain, up, down))
 
 
 def test_panels_hold_rows_side_by_side_and_zeros_beyond_the_last(ops: Kernels) -> None:
@@ -121,13 +121,16 @@ def test_norm_mlp_and_log_softmax_are_those_of_double_precision(ops: Kernels, si
     assert far(ops.rms_norm(x, w, 1e-6, 1.0), normed * (w.double() + 1)) < 1e-6
     gate, up, down = drawn(90, size, seed=2) / 8, drawn(90, size, seed=3) / 8, drawn(size, 90, seed=4) / 8
     inner = F.silu(F.linear(double, gate.double())) * F.linear(double, up.double())
-    assert far(ops.gated(x, Weights(gate), Weights(up), Weights(down)), F.linear(inner, down.double())) < 1e-6
+    assert (
+        far(ops.gated(x, PackedProduct(gate), PackedProduct(up), PackedProduct(down)), F.linear(inner, down.double()))
+        < 1e-6
+    )
     assert far(ops.log_softmax(x * 10), (double * 10).log_softmax(-1)) < 1e-6
 
 
 def test_norm_mlp_and_log_softmax_have_the_same_bits_in_every_batch(ops: Kernels) -> None:
     x, w = drawn(70, 100), drawn(100, seed=1)
-    gate, up, down = (Weights(drawn(*shape, seed=2)) for shape in ((90, 100), (90, 100), (100, 90)))
+    gate, up, down = (PackedProduct(drawn(*shape, seed=2)) for shape in ((90, 100), (90, 100), (100, 90)))
     for f in (lambda t: ops.rms_norm(t, w, 1e-6), lambda t: ops.gated(t, gate, up, down), ops.log_softmax):
         whole = f(x)
         for size in (1, 2, 3, 5, 8, 33):
@@ -137,7 +140,11 @@ def test_norm_mlp_and_log_softmax_have_the_same_bits_in_every_batch(ops: Kernels
 def test_a_number_that_is_not_finite_stays_visible(ops: Kernels) -> None:
     x, w = drawn(4, 64), drawn(64, 64, seed=1)
     x[2, 5] = torch.nan
-    for out in (ops.linear(x, Weights(w)), ops.gated(x, Weights(w), Weights(w), Weights(w)), ops.log_softmax(x)):
+    for out in (
+        ops.linear(x, PackedProduct(w)),
+        ops.gated(x, PackedProduct(w), PackedProduct(w), PackedProduct(w)),
+        ops.log_softmax(x),
+    ):
         assert out.isnan().all(-1).tolist() == [False, False, True, False]
 
 
@@ -204,12 +211,12 @@ def test_of_programs_that_start_at_once_one_compiles_and_the_others_wait_for_it(
 def test_a_forked_child_has_threads_of_its_own_and_gets_the_same_bits(ops: Kernels) -> None:
     torch.set_num_threads(2)
     x, w = drawn(64, 256), drawn(512, 256, seed=1)
-    wanted = ops.linear(x, Weights(w))
+    wanted = ops.linear(x, PackedProduct(w))
     with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(lambda: [ops.linear(x, Weights(w)) for _ in range(300)])
+        busy = pool.submit(lambda: [ops.linear(x, PackedProduct(w)) for _ in range(300)])
         child = os.fork()
         if not child:
-            same = all(torch.equal(ops.linear(x, Weights(w)), wanted) for _ in range(20))
+            same = all(torch.equal(ops.linear(x, PackedProduct(w)), wanted) for _ in range(20))
             os._exit(0 if same and len(os.listdir("/proc/self/task")) > 1 else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert len(busy.result()) == 300
@@ -230,7 +237,7 @@ def test_whoever_packs_alone_leaves_the_helpers_to_others(ops: Kernels) -> None:
         assert begun.wait(60)
         torch.set_num_threads(len(os.listdir("/proc/self/task")) + 2)  # more than have ever been hired
         before = len(os.listdir("/proc/self/task"))
-        ops.linear(x, Weights(w))
+        ops.linear(x, PackedProduct(w))
         hired = len(os.listdir("/proc/self/task")) - before
         done.set()
         packing.result()
@@ -260,9 +267,9 @@ def test_nothing_is_loaded_from_a_directory_that_others_can_write(tmp_path: Path
 def test_two_threads_of_a_program_may_call_at_once_and_get_the_same_bits(ops: Kernels) -> None:
     torch.set_num_threads(2)
     x, w = drawn(64, 128), drawn(256, 128, seed=1)
-    wanted = ops.linear(x, Weights(w))
+    wanted = ops.linear(x, PackedProduct(w))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: [ops.linear(x, Weights(w)) for _ in range(50)], range(4)))
+        found = list(pool.map(lambda _: [ops.linear(x, PackedProduct(w)) for _ in range(50)], range(4)))
     assert all(torch.equal(y, wanted) for ys in found for y in ys)
 
 

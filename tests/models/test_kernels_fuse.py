@@ -15,7 +15,7 @@ from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_s
 from headrace.models.kernels.fuse import fuse, unfuse
 from headrace.models.kernels.fused import Fused
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.kernels.panels import Weights
+from headrace.models.kernels.panels import PackedProduct
 from headrace.models.load import load_model
 from headrace.models.paged.base import Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import maker
@@ -44,7 +44,7 @@ def test_a_fused_model_has_the_models_logits_and_names(
 ) -> None:
     model, products, computed = load(model_dir, kind), Kernels.linears, list[Tensor]()
 
-    def noted(ops: Kernels, x: Tensor, several: Sequence[Weights]) -> Tensor:
+    def noted(ops: Kernels, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
         computed.append(x)
         return products(ops, x, several)
 

@@ -27,7 +27,7 @@ from headrace.models.load import read_config
 from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit
 from headrace.types.batch import Batch, TrainSample
 from headrace.types.episode import EpisodeKey
-from headrace.types.messages.engine import Score
+from headrace.types.messages.engine import ScoreTokens
 from headrace.types.tokens import Tokens
 from tests.engine.harness import joined, logprobs, request, run
 from tests.models.kinds import plain, tiny
@@ -127,7 +127,7 @@ def test_mixed_batches_give_what_transformers_gives_each_sequence_alone(which: t
         assert np.abs(learned[place : place + len(answer)] - alone_T).max() < CLOSE
         place += len(answer)
         whole_T = np.concatenate([np.array(prompt, np.int32), answer.ids_T])
-        scored_T = engine.score(Score(call=0, ids_T=whole_T))[len(prompt) :]
+        scored_T = engine.score(ScoreTokens(call=0, ids_T=whole_T))[len(prompt) :]
         assert np.abs(scored_T - alone_T).max() < CLOSE
 
 
@@ -151,7 +151,7 @@ def test_longer_sequences_are_refused_by_name_wherever_they_come_from(which: tup
         engine_of(directory, max_context=LIMIT + 1)
     assert f"engine.max_context <= {LIMIT}" in refused.value.remedy
     with pytest.raises(RequestError, match=named):
-        engine_of(directory).score(Score(call=0, ids_T=np.full(LIMIT + 1, 5, np.int32)))
+        engine_of(directory).score(ScoreTokens(call=0, ids_T=np.full(LIMIT + 1, 5, np.int32)))
     answer = Tokens(ids_T=[7], logprobs_T=[-1.0], versions_T=[0])
     long = batch_of([([5, 6], answer), ([5] * LIMIT, answer)])
     with pytest.raises(RunError, match=named):

@@ -21,7 +21,7 @@ from headrace.observe import Accountant, SystemWatch, load_run
 from headrace.observe.trace import account
 from headrace.recipes.demo import build_demo
 from headrace.session import load_config, train
-from headrace.session.watching import Watching
+from headrace.session.watching import RunWatchers
 
 STEPS = 40
 EPISODES = 256
@@ -127,15 +127,15 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[float, dict[str, float]]] = []
-        inner = Watching.look
+        inner = RunWatchers.look
 
-        def look(watching: Watching, controller: Any, components: Any) -> Any:
+        def look(watching: RunWatchers, controller: Any, components: Any) -> Any:
             if controller.state.phase == "training":
                 pids = {part.role: part.pid for part in components if part.role in ("engine", "learner")}
                 self.seen.append((time.monotonic(), {role: _at_work_s(pid) for role, pid in pids.items()}))
             return inner(watching, controller, components)
 
-        monkeypatch.setattr(Watching, "look", look)
+        monkeypatch.setattr(RunWatchers, "look", look)
 
 
 def _at_work_s(pid: int) -> float:

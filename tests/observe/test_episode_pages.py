@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.errors import ConfigError
 from headrace.observe.pages import Book, Figure, Shown
 from headrace.observe.pages.episode import episode_page
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.tokens import Tokens
 
 KEY = EpisodeKey(0, 0)
@@ -61,8 +61,8 @@ def sampled(text: str, parent: int, *, logprobs: list[float] | None = None, auth
     return Turn(author=author, tokens=tokens, parent=parent, stop_reason=StopReason.STOP, reward=0.25)
 
 
-def episode(*turns: Turn, key: EpisodeKey = KEY) -> Episode:
-    return Episode(
+def episode(*turns: Turn, key: EpisodeKey = KEY) -> EpisodeGraph:
+    return EpisodeGraph(
         key=key, turns=list(turns), status=EpisodeStatus.SCORED, reward=0.5, parts={"digits": 0.125, "style": 2.0}
     )
 
@@ -91,7 +91,7 @@ def test_branches_are_drawn_beside_each_other() -> None:
 
 
 def test_what_a_model_says_is_shown_and_does_nothing() -> None:
-    wild = Episode(
+    wild = EpisodeGraph(
         key=EpisodeKey(0, 0),
         turns=[given_turn(HOSTILE, None), sampled(HOSTILE, 0, author=HOSTILE)],
         status=EpisodeStatus.FAILED,

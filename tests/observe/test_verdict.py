@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe import Settings, judge, settings_of
+from headrace.observe import VerdictSettings, judge, settings_of
 from headrace.observe.words import percent
 from headrace.types.observation import Account, Bound, Cause
 from tests.observe.staged import Stage
 
 share = st.floats(0, 1)
-KNOWN = Settings(
+KNOWN = VerdictSettings(
     reward_workers=2, max_age=1, lead=1, group_size=4, groups_per_step=8, max_new_tokens=64, engines=1, order="strict"
 )
 
@@ -125,18 +125,21 @@ def test_no_rate_is_told_that_no_run_will_see() -> None:
 
 def test_advice_knows_the_settings() -> None:
     turns = account({"learner": 45}, {"engine": 55})
-    assert "With flow.max_age = 0" in judge(turns, Settings(max_age=0, lead=0)).advice
-    assert "raise flow.lead from 1 to 3" in judge(turns, Settings(max_age=3, lead=1)).advice
-    assert "raise flow.max_age (now 2)" in judge(turns, Settings(max_age=2, lead=2)).advice
-    assert "share a device" in judge(turns, Settings(by_turns=True, max_age=0, lead=0)).advice
+    assert "With flow.max_age = 0" in judge(turns, VerdictSettings(max_age=0, lead=0)).advice
+    assert "raise flow.lead from 1 to 3" in judge(turns, VerdictSettings(max_age=3, lead=1)).advice
+    assert "raise flow.max_age (now 2)" in judge(turns, VerdictSettings(max_age=2, lead=2)).advice
+    assert "share a device" in judge(turns, VerdictSettings(by_turns=True, max_age=0, lead=0)).advice
     slow = account({}, {"engine": 60})
     cores = {"on_cpu": True, "processors": 8}
-    assert "4 of 8 processors are free" in judge(slow, Settings(engine_threads=2, learner_threads=2, **cores)).advice
+    assert (
+        "4 of 8 processors are free"
+        in judge(slow, VerdictSettings(engine_threads=2, learner_threads=2, **cores)).advice
+    )
     assert (
         "lower launch.learner_threads (now 4)"
-        in judge(slow, Settings(engine_threads=4, learner_threads=4, **cores)).advice
+        in judge(slow, VerdictSettings(engine_threads=4, learner_threads=4, **cores)).advice
     )
-    assert "engine.count (now 2)" in judge(slow, Settings(engines=2)).advice
+    assert "engine.count (now 2)" in judge(slow, VerdictSettings(engines=2)).advice
     for each in (turns, slow):
         assert "where it is" not in judge(each, KNOWN).advice
 
@@ -150,7 +153,7 @@ def test_settings_come_from_the_resolved_run_file() -> None:
     found = settings_of(tree, processors=8, on_cpu=True)
     assert (found.max_age, found.lead, found.capacity) == (None, 1, None)
     assert (found.engine_threads, found.learner_threads, found.by_turns) == (3, 4, True)
-    assert settings_of({}) == Settings()
+    assert settings_of({}) == VerdictSettings()
 
 
 def test_sync_stragglers_and_waste_are_told_besides() -> None:
@@ -199,8 +202,11 @@ def accounts(draw: st.DrawFn) -> Account:
     )
 
 
-@given(accounts(), st.sampled_from([Settings(), KNOWN, Settings(max_age=0, lead=0), Settings(by_turns=True)]))
-def test_every_sentence_adds_up_and_says_what_the_figures_say(spent: Account, settings: Settings) -> None:
+@given(
+    accounts(),
+    st.sampled_from([VerdictSettings(), KNOWN, VerdictSettings(max_age=0, lead=0), VerdictSettings(by_turns=True)]),
+)
+def test_every_sentence_adds_up_and_says_what_the_figures_say(spent: Account, settings: VerdictSettings) -> None:
     verdict = judge(spent, settings)
     for who in ("learner", "engine"):
         told = re.search(rf"The {who} works (\d+)% of the time and waits (\d+)%: ([^.]*)\.", verdict.finding)

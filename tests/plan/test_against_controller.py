@@ -13,9 +13,9 @@ from headrace.flow.concurrency import Concurrency
 from headrace.flow.policies import Bounded, StalenessPolicy
 from headrace.flow.state import FlowState
 from headrace.plan.costs import Linear, SyncCost, TrainingRate
-from headrace.plan.outcome import Outcome
+from headrace.plan.outcome import SimulatedOutcome
 from headrace.plan.simulator import Simulation
-from headrace.plan.spread import Constant, Spread
+from headrace.plan.spread import ConstantSpread, Spread
 from headrace.plan.workload import Workload
 from headrace.plan.world import World
 from headrace.rollout.runner import episode_seed
@@ -58,8 +58,8 @@ def lived(run_dir: Path, name: str, token_s: float) -> Life:
     )  # fmt: skip
 
 
-def simulated(name: str, token_s: float) -> Outcome:
-    work = Workload(prompt_tokens=Constant(value=1), reward_s=Constant(value=0.3))
+def simulated(name: str, token_s: float) -> SimulatedOutcome:
+    work = Workload(prompt_tokens=ConstantSpread(value=1), reward_s=ConstantSpread(value=0.3))
     world = World(
         flow=Plan(run_dir=Path(), flow=flow_of(name)).settings().flow,
         steps=STEPS,

@@ -11,9 +11,9 @@ from headrace.errors import DataError
 from headrace.flow import FlowConfig
 from headrace.observe.trace import union
 from headrace.plan import Simulation, World
-from headrace.plan.calibration import Recording, calibrate
+from headrace.plan.calibration import RunRecording, calibrate
 from headrace.plan.costs import TrainingRate
-from headrace.plan.outcome import Outcome
+from headrace.plan.outcome import SimulatedOutcome
 from headrace.plan.system import Measured
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
 from headrace.types.trace import Span
@@ -33,18 +33,18 @@ def lived(run_dir: Path, max_age: int, steps: int = STEPS) -> Life:
     )  # fmt: skip
 
 
-def recorded(life: Life) -> Recording:
+def recorded(life: Life) -> RunRecording:
     """What its directory would hold: fakes tell no spans of the engine, which works while an episode runs."""
     spans = life.seen.all_spans
     episodes = [(span.start_s, span.end_s) for span in spans if span.lane == "rollout"]
     engine = [Span(lane="engine", name="generate", start_s=begin, end_s=end) for begin, end in union(episodes)]
     lengths = [int(length) - 1 for batch in life.learner.batches for length in batch.lengths_S]
-    return Recording(
+    return RunRecording(
         name="runs/one", steps=life.seen.steps, spans=[*spans, *engine], lengths=lengths, config={"flow": SIZES}
     )  # fmt: skip
 
 
-def predicted(measured: Measured, max_age: int) -> Outcome:
+def predicted(measured: Measured, max_age: int) -> SimulatedOutcome:
     world = World(
         flow=FlowConfig(**SIZES, max_age=max_age), steps=STEPS, engine=measured.engine, max_sequences=10_000,
         learner=TrainingRate(tok_s=measured.train_tok_s, fixed_s=measured.train_fixed_s), sync=measured.sync,
@@ -80,7 +80,7 @@ def test_run_that_is_too_short_or_has_no_trace_is_refused_in_words(tmp_path: Pat
 
 
 def test_engines_curve_is_a_line_where_runs_differ_in_what_they_did_at_once(tmp_path: Path) -> None:
-    def made(num: int, step_s: float) -> Recording:
+    def made(num: int, step_s: float) -> RunRecording:
         """``num`` sequences at once, each step of the engine ``step_s`` long."""
         base = recorded(lived(tmp_path / str(num), 1, steps=14))
         records: list[Any] = []

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from headrace.flow import FlowConfig
-from headrace.plan import Outcome, Simulation, World
+from headrace.plan import SimulatedOutcome, Simulation, World
 from headrace.plan.catalogue import model
-from headrace.plan.costs import ConstantRate, Linear, Roofline, SyncCost, Table, TrainingRate
-from headrace.plan.spread import Constant, Lognormal, Uniform
+from headrace.plan.costs import ConstantRate, Linear, RateTable, Roofline, SyncCost, TrainingRate
+from headrace.plan.spread import ConstantSpread, Lognormal, Uniform
 from headrace.plan.workload import Workload
 
 CASES: dict[str, dict[str, Any]] = {
@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 AT_ONCE = TrainingRate(tok_s=float("inf"))
 
 
-def simulate(steps: int, flow: dict[str, Any], *, endless: bool = True, **parts: Any) -> Outcome:
+def simulate(steps: int, flow: dict[str, Any], *, endless: bool = True, **parts: Any) -> SimulatedOutcome:
     return Simulation(World(flow=FlowConfig(**flow), steps=steps, endless=endless, **parts), seed=0).run()
 
 
@@ -36,7 +36,7 @@ def test_a_step_of_512_rollouts_takes_the_minutes_of_the_survey(size: str, lengt
             1,
             {"policy": "synchronous", "groups_per_step": 64, "group_size": 8},
             engine=ConstantRate(tok_s=given["rate_tok_s"][size]), num_engines=engines, max_sequences=512,
-            learner=AT_ONCE, workload=Workload(prompt_tokens=1, answer_tokens=Constant(value=tokens)),
+            learner=AT_ONCE, workload=Workload(prompt_tokens=1, answer_tokens=ConstantSpread(value=tokens)),
         )  # fmt: skip
         assert outcome.seconds / 60 == pytest.approx(minutes, rel=case["tolerance"])
 
@@ -47,7 +47,7 @@ def test_pipeline_of_128_gpus_is_as_much_faster_than_generating_and_training_in_
     given, part = case["inputs"], 4
     gpus, makers, batch = given["gpus"] // part, given["generation_gpus"] // part, given["batch"] // part
     held, tau = given["in_flight_per_gpu"], given["train_time_ratio_tau"]
-    curve = Table(nums=(held,), tok_s=(given["U_at_192"],))
+    curve = RateTable(nums=(held,), tok_s=(given["U_at_192"],))
     work = Workload(prompt_tokens=1, answer_tokens=Uniform(high=1000))
     stream = simulate(
         600,
@@ -127,7 +127,7 @@ def test_a_32b_model_decodes_about_48_tokens_a_second_at_16k_on_one_card() -> No
     assert 1 / roof.step_s(1, 16_384) == pytest.approx(48, rel=0.03)
 
 
-def verl(flow: dict[str, Any], *, share: float, engines: int, learner_s: float, steps: int) -> Outcome:
+def verl(flow: dict[str, Any], *, share: float, engines: int, learner_s: float, steps: int) -> SimulatedOutcome:
     """7 billion parameters on H20s, answers of up to 28K tokens; a quarter of the cluster and of the batch."""
     shape = model("qwen2.5-7b")
     engine = Roofline(

@@ -13,9 +13,9 @@ from headrace.cli.plan import asked_of, bound
 from headrace.clock import RealClock
 from headrace.errors import ConfigError
 from headrace.observe.pictures.plan import plan_png
-from headrace.plan import Asked, Cluster, ClusterFile, Workload, load_cluster, make_site, plan, search
+from headrace.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
 from headrace.plan.catalogue import accelerator, accelerators, model, models
-from headrace.plan.search import Found, Search
+from headrace.plan.search import Search, SearchResult
 from headrace.plan.words import in_words, verdict_line
 from headrace.session import load_config
 
@@ -38,11 +38,11 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(search, name, less)
 
 
-def asked(**changes: dict[str, Any]) -> Asked:
+def asked(**changes: dict[str, Any]) -> SizingRequest:
     return asked_of(load_config({**RUN, **changes}))
 
 
-def found(cluster: dict[str, Any], workload: dict[str, Any] | None = None, **changes: dict[str, Any]) -> Found:
+def found(cluster: dict[str, Any], workload: dict[str, Any] | None = None, **changes: dict[str, Any]) -> SearchResult:
     given = None if workload is None else Workload.model_validate(workload)
     site = make_site(asked(**changes), ClusterFile(cluster=Cluster.model_validate(cluster), workload=given))
     return Search(site=site, clock=RealClock(), seed=0).glance()

@@ -12,14 +12,14 @@ from headrace.flow import FlowConfig
 from headrace.observe.verdict import judge
 from headrace.plan import Simulation, World
 from headrace.plan.costs import ConstantRate, FailureCost, Linear, Roofline, SyncCost, TrainingRate
-from headrace.plan.outcome import Outcome
-from headrace.plan.spread import Constant, Lognormal, Pareto, Uniform
+from headrace.plan.outcome import SimulatedOutcome
+from headrace.plan.spread import ConstantSpread, Lognormal, Pareto, Uniform
 from headrace.plan.workload import Workload
 from headrace.types.observation import Bound
 from headrace.types.weights import Interrupt
 from tests.plan.test_against_controller import POLICIES
 
-SPREADS = [Constant(value=40), Uniform(high=90), Lognormal(mean=40, cv=1.0), Pareto(mean=40, alpha=1.3, cap=4000)]
+SPREADS = [ConstantSpread(value=40), Uniform(high=90), Lognormal(mean=40, cv=1.0), Pareto(mean=40, alpha=1.3, cap=4000)]
 
 
 def world(**changes: Any) -> World:
@@ -38,7 +38,7 @@ def world(**changes: Any) -> World:
     return replace(base, **changes)
 
 
-def simulate(given: World, seed: int = 0) -> Outcome:
+def simulate(given: World, seed: int = 0) -> SimulatedOutcome:
     return Simulation(given, seed=seed, check=True).run()
 
 

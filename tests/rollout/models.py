@@ -8,8 +8,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from headrace.models.tiny import char_tokenizer
-from headrace.rollout import Chat, Conversations, Limits
-from headrace.rollout.conversations import Wanted
+from headrace.rollout import Chat, Conversations, EpisodeLimits
+from headrace.rollout.conversations import TurnRequest
 from headrace.types.episode import EpisodeKey, StopReason, Turn
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import Tokens
@@ -34,18 +34,19 @@ def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 class Speaker:
-    """A :class:`~headrace.rollout.conversations.Sampler` that says what ``says`` gives for the text that it reads, and
+    """A :class:`~headrace.rollout.conversations.TurnSampler` that says what ``says`` gives for the text that it reads,
+    and
     ends with the tokenizer's stop token unless ``says`` ends with "…", which is cut off."""
 
     def __init__(self, says: Callable[[str], str], spoken: PreTrainedTokenizerFast) -> None:
         self.key = EpisodeKey(0, 0)
         self.sampling = Sampling(max_new_tokens=100, stop_ids=(spoken.eos_token_id,))
         self.turns: list[Turn] = []
-        self.wanted: list[Wanted] = []
+        self.wanted: list[TurnRequest] = []
         self._says = says
         self._tokenizer = spoken
 
-    async def sample(self, wanted: Wanted) -> int:
+    async def sample(self, wanted: TurnRequest) -> int:
         self.wanted.append(wanted)
         text = self._says(self._tokenizer.decode(wanted.prompt_ids_T.tolist()))
         ids = self._tokenizer.encode(text.removesuffix("…"), add_special_tokens=False)
@@ -67,7 +68,7 @@ class Speaker:
 
 def conversations(
     says: Callable[[str], str],
-    limits: Limits | None = None,
+    limits: EpisodeLimits | None = None,
     *,
     template: str = CHATML,
     notes: list[str] | None = None,
@@ -77,7 +78,7 @@ def conversations(
     speaker = Speaker(says, spoken)
     chat = Chat.of(spoken, speaker.sampling.stop_ids)
     note = ([] if notes is None else notes).append
-    return Conversations(speaker, limits or Limits(), chat=chat, seed=7, note=note)
+    return Conversations(speaker, limits or EpisodeLimits(), chat=chat, seed=7, note=note)
 
 
 def text_of(talk: Conversations, path: Sequence[int]) -> str:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from headrace.clock import run_virtual
 from headrace.engine import PLAIN, RequestOptions
-from headrace.env import OpenEpisode, Outcome
+from headrace.env import AttemptOutcome, OpenEpisode
 from headrace.errors import EpisodeError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
-from headrace.rollout.conversations import Wanted
+from headrace.rollout.conversations import TurnRequest
 from headrace.rollout.runner import EnginePolicy
 from headrace.types.batch import Batch
 from headrace.types.chat import ChatOptions, Message
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TurnPart
 from headrace.types.sampling import Sampling
 from headrace.types.scored import ScoredGroup, num_untrained, paths
 from headrace.types.task import Task
@@ -38,10 +38,10 @@ TASK = Task(row_index=0, row={}, prompt="?", prompt_ids_T=np.array([5, 6], np.in
 class Played:
     asks_prompt = False
 
-    def __init__(self, play: Callable[[OpenEpisode], Awaitable[Outcome]]) -> None:
+    def __init__(self, play: Callable[[OpenEpisode], Awaitable[AttemptOutcome]]) -> None:
         self._play = play
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         return await self._play(episode)
 
 
@@ -58,7 +58,9 @@ class Watched(Scripted):
             yield each
 
 
-def run(play: Callable[[OpenEpisode], Awaitable[Outcome]], *, engine: Scripted, agents: Agents, **more: Any) -> Episode:
+def run(
+    play: Callable[[OpenEpisode], Awaitable[AttemptOutcome]], *, engine: Scripted, agents: Agents, **more: Any
+) -> EpisodeGraph:
     runner = EpisodeRunner(
         engine=engine, env=Played(play), sampling=Sampling(max_new_tokens=8, record_routing=True), run_seed=3,
         on_tokens=lambda _: None, agents=agents, **more,
@@ -77,11 +79,11 @@ def test_a_frozen_agent_answers_from_its_own_engine_and_its_tokens_carry_no_loss
     parts: list[Any] = []
     turns: list[str] = []
 
-    async def play(episode: OpenEpisode) -> Outcome:
+    async def play(episode: OpenEpisode) -> AttemptOutcome:
         mine = await sample(episode, 5, agent="player")
         answered = await sample(episode, 5, *mine.token_ids, 9, agent="opponent/1")
         await sample(episode, 5, *mine.token_ids, 9, *answered.token_ids, agent="player")
-        return Outcome(reward=1.0)
+        return AttemptOutcome(reward=1.0)
 
     episode = run(
         play,
@@ -108,13 +110,13 @@ def test_a_frozen_agent_answers_from_its_own_engine_and_its_tokens_carry_no_loss
 
 
 def test_an_agent_that_is_only_named_gives_the_same_samples() -> None:
-    def played(agent: str, agents: Agents) -> tuple[Episode, Scripted]:
+    def played(agent: str, agents: Agents) -> tuple[EpisodeGraph, Scripted]:
         engine = Scripted(chunk(1, 2, version=4, stop_reason=StopReason.STOP))
 
-        async def play(episode: OpenEpisode) -> Outcome:
+        async def play(episode: OpenEpisode) -> AttemptOutcome:
             await sample(episode, 5, agent=agent)
             await sample(episode, 5, 1, 2, 9, agent=agent)
-            return Outcome(reward=1.0)
+            return AttemptOutcome(reward=1.0)
 
         return run(play, engine=engine, agents=agents), engine
 
@@ -129,9 +131,9 @@ def test_an_agent_that_is_only_named_gives_the_same_samples() -> None:
 
 
 def test_a_name_that_no_table_knows_is_refused_with_the_nearest() -> None:
-    async def play(episode: OpenEpisode) -> Outcome:
+    async def play(episode: OpenEpisode) -> AttemptOutcome:
         await sample(episode, 5, agent="oponent")
-        return Outcome(reward=1.0)
+        return AttemptOutcome(reward=1.0)
 
     engine = Scripted(chunk(1, version=0, stop_reason=StopReason.STOP))
     episode = run(play, engine=engine, agents=Agents(known=frozenset({"player", "opponent"})))
@@ -147,15 +149,15 @@ def test_a_name_that_no_table_knows_is_refused_with_the_nearest() -> None:
 def test_after_a_crash_each_agent_gets_its_own_answer_to_the_same_question_again() -> None:
     parts: dict[int, Any] = {}
 
-    async def play(episode: OpenEpisode) -> Outcome:
+    async def play(episode: OpenEpisode) -> AttemptOutcome:
         await sample(episode, 5, agent="player")
         await sample(episode, 5, agent="opponent")
-        return Outcome(reward=1.0)
+        return AttemptOutcome(reward=1.0)
 
-    async def other_way(episode: OpenEpisode) -> Outcome:
+    async def other_way(episode: OpenEpisode) -> AttemptOutcome:
         await sample(episode, 5, agent="opponent")
         await sample(episode, 5, agent="player")
-        return Outcome(reward=1.0)
+        return AttemptOutcome(reward=1.0)
 
     def engines() -> tuple[Scripted, Scripted]:
         return Scripted(chunk(1, version=4, stop_reason=StopReason.STOP)), Scripted(
@@ -178,8 +180,8 @@ def test_after_a_crash_each_agent_gets_its_own_answer_to_the_same_question_again
 
 
 def test_what_is_unset_of_an_episodes_reward_is_the_mean_over_agents_that_are_trained() -> None:
-    def earned(outcome: Outcome) -> Episode:
-        async def play(episode: OpenEpisode) -> Outcome:
+    def earned(outcome: AttemptOutcome) -> EpisodeGraph:
+        async def play(episode: OpenEpisode) -> AttemptOutcome:
             await asyncio.gather(*(sample(episode, 5, agent=agent) for agent in ("a", "b", "opponent")))
             return outcome
 
@@ -190,11 +192,11 @@ def test_what_is_unset_of_an_episodes_reward_is_the_mean_over_agents_that_are_tr
         return run(play, engine=own, agents=Agents(engines={"opponent": other}))
 
     rewards = {"a": 1.0, "b": 2.0, "opponent": 9.0}
-    assert earned(Outcome(agent_rewards=rewards)).reward == 1.5
-    assert earned(Outcome(agent_rewards={**rewards, "silent": 6.0})).reward == 3.0
-    assert earned(Outcome(agent_rewards=rewards, reward=7.0)).reward == 7.0
-    assert earned(Outcome(agent_rewards=rewards, trained=())).reward == 4.0
-    lacking = earned(Outcome(agent_rewards={"a": 1.0}))
+    assert earned(AttemptOutcome(agent_rewards=rewards)).reward == 1.5
+    assert earned(AttemptOutcome(agent_rewards={**rewards, "silent": 6.0})).reward == 3.0
+    assert earned(AttemptOutcome(agent_rewards=rewards, reward=7.0)).reward == 7.0
+    assert earned(AttemptOutcome(agent_rewards=rewards, trained=())).reward == 4.0
+    lacking = earned(AttemptOutcome(agent_rewards={"a": 1.0}))
     assert (lacking.status, lacking.cause) == (
         EpisodeStatus.FAILED,
         "reward_none: agent_rewards leaves out 'b', whose answers carry loss",
@@ -211,7 +213,7 @@ def test_of_two_agents_that_said_the_same_each_goes_on_behind_its_own_answer() -
     first, second = ask(asked, agent="a"), ask(asked, agent="b")
     for agent, own in (("b", second), ("a", first), ("b", second)):
         reply = ask(asked, own.message, Message(role="user", content=f"and then, {agent}"), agent=agent)
-        episode = Episode(key=talk.key, turns=talk.turns)
+        episode = EpisodeGraph(key=talk.key, turns=talk.turns)
         authors = {talk.turns[turn].author for turn in episode.path(reply.turn)} - {"task", "user"}
         assert authors == {agent}
 
@@ -235,7 +237,7 @@ def test_in_any_graph_of_agents_every_token_is_trained_once_with_the_credit_of_i
         reply = asyncio.run(talk.reply(sent, (), ChatOptions(agent=agent)))
         held.append([*sent, reply.message])
     credits = {"lead": 1.0, "sub/0": 2.0, "sub/1": 3.0}
-    episode = Episode(key=talk.key, turns=talk.turns)
+    episode = EpisodeGraph(key=talk.key, turns=talk.turns)
     of_turns = [credits.get(turn.author, 0.0) for turn in talk.turns]
     trained: dict[float, float] = {}
     for each in paths(episode, of_turns):
@@ -252,11 +254,11 @@ def test_in_any_graph_of_agents_every_token_is_trained_once_with_the_credit_of_i
 def test_an_agent_with_an_adapter_is_asked_of_the_policys_engine_by_name_and_trains_it() -> None:
     engine = Watched(chunk(1, 2, version=4, stop_reason=StopReason.STOP))
 
-    async def play(episode: OpenEpisode) -> Outcome:
+    async def play(episode: OpenEpisode) -> AttemptOutcome:
         await sample(episode, 5, agent="solver/1")
         await sample(episode, 5, 1, 2, 9, agent="editor")
         await sample(episode, 7)
-        return Outcome(reward=1.0)
+        return AttemptOutcome(reward=1.0)
 
     agents = Agents(known=frozenset({"solver", "editor"}), adapters=("solver",))
     episode = run(play, engine=engine, agents=agents)
@@ -277,7 +279,7 @@ def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -
             on_tokens=lambda _: None, begun=begun, agents=Agents(adapters=("proposer", "solver")),
         )  # fmt: skip
         prompt = np.array([5], np.int32)
-        wanted = Wanted(prompt_ids_T=prompt, parent=0, author=agent, sampling=policy.sampling)
+        wanted = TurnRequest(prompt_ids_T=prompt, parent=0, author=agent, sampling=policy.sampling)
         run_virtual(policy.sample(wanted))
         return engine, policy
 

@@ -15,7 +15,7 @@ from headrace.clock import run_virtual
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.errors import RequestError
 from headrace.rollout.branches import Forking, graft, repeats, split
-from headrace.types.episode import Branch, Episode, EpisodeKey, StopReason, Turn
+from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
 from headrace.types.sampling import Sampling
 from headrace.types.scored import paths
 from headrace.types.tokens import IntColumn, Tokens
@@ -43,7 +43,7 @@ def conversation() -> list[Turn]:
 
 
 def path_ids(turns: list[Turn]) -> list[list[int]]:
-    episode = Episode(key=EpisodeKey(0, 0), turns=turns)
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=turns)
     return sorted(episode.path_tokens(episode.path(leaf)).ids_T.tolist() for leaf in episode.leaves())
 
 
@@ -76,7 +76,7 @@ def test_branches_hang_where_they_left_and_what_is_shared_is_trained_once() -> N
         graft(turns, 1, 2, marked, Branch(pivot=0, number=number, reward=0.0))
     grown = [[1, 2, 3, 4, 30, 40, 50], [1, 2, 3, 4, 31, 40, 50], [1, 2, 3, 4, 5, 6, 7, 8, 60, 61]]
     assert path_ids(turns) == sorted([*path_ids(conversation()), *grown])
-    episode = Episode(key=EpisodeKey(0, 0), turns=turns)
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=turns)
     samples = paths(episode, [0.0] * len(turns))
     trained = sum(int(sample.mask_T.sum()) for sample in samples)
     assert trained == 4 + 2 + 1 + (1 + 1) + 2  # the episode; of two branches the one that carries loss; the deeper one

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import BudgetSpent, EpisodeError
-from headrace.rollout import Conversations, Limits
+from headrace.rollout import Conversations, EpisodeLimits
 from headrace.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
-from headrace.types.episode import Episode, StopReason
+from headrace.types.episode import EpisodeGraph, StopReason
 from headrace.types.scored import paths
 from tests.rollout.models import conversations, text_of, tokenizer
 
@@ -32,7 +32,7 @@ def ask(talk: Conversations, *messages: Message, tools: tuple[Tool, ...] = (), *
 
 
 def leaf_texts(talk: Conversations) -> list[str]:
-    episode = Episode(key=talk.key, turns=talk.turns)
+    episode = EpisodeGraph(key=talk.key, turns=talk.turns)
     return [text_of(talk, episode.path(leaf)) for leaf in episode.leaves()]
 
 
@@ -187,7 +187,7 @@ def test_what_is_sampled_otherwise_than_the_run_samples_carries_no_loss() -> Non
 
 
 def test_budgets_end_an_episode_by_their_names() -> None:
-    talk = conversations(lambda text: "ok", Limits(max_turns=1))
+    talk = conversations(lambda text: "ok", EpisodeLimits(max_turns=1))
     ask(talk, user("a"))
     with pytest.raises(BudgetSpent, match=r"env.max_turns") as spent:
         ask(talk, user("b"))
@@ -196,7 +196,7 @@ def test_budgets_end_an_episode_by_their_names() -> None:
 
 
 def test_the_last_answer_of_a_token_budget_is_cut_to_what_is_left() -> None:
-    talk = conversations(lambda text: "abcdef", Limits(max_tokens=10))
+    talk = conversations(lambda text: "abcdef", EpisodeLimits(max_tokens=10))
     assert [ask(talk, user(text)).num_tokens for text in "ab"] == [7, 3]
     with pytest.raises(BudgetSpent) as spent:
         ask(talk, user("c"))
@@ -211,7 +211,7 @@ def test_a_conversation_that_ends_with_an_answer_is_answered_once_more() -> None
 
 
 def test_questions_at_once_share_the_token_budget() -> None:
-    talk = conversations(lambda text: "abcdef", Limits(max_tokens=10))
+    talk = conversations(lambda text: "abcdef", EpisodeLimits(max_tokens=10))
 
     async def both() -> list[Any]:
         return await asyncio.gather(*(talk.reply([user(t)]) for t in "abc"), return_exceptions=True)
@@ -221,7 +221,7 @@ def test_questions_at_once_share_the_token_budget() -> None:
 
 
 def test_the_context_bounds_prompt_and_answer_together() -> None:
-    talk = conversations(lambda text: "abcdef", Limits(max_context=30))
+    talk = conversations(lambda text: "abcdef", EpisodeLimits(max_context=30))
     reply = ask(talk, user("a"))
     assert reply.num_prompt_tokens + reply.num_tokens <= 30
     with pytest.raises(BudgetSpent) as spent:
@@ -230,7 +230,7 @@ def test_the_context_bounds_prompt_and_answer_together() -> None:
 
 
 def test_text_that_could_never_fit_is_refused_untokenised_and_long_text_keeps_nobody_waiting() -> None:
-    talk = conversations(lambda text: "ok", Limits(max_context=1 << 20))
+    talk = conversations(lambda text: "ok", EpisodeLimits(max_context=1 << 20))
     with pytest.raises(BudgetSpent, match="messages of 67108864 characters"):
         ask(talk, user("a" * (64 << 20)))
 
@@ -248,7 +248,7 @@ def test_text_that_could_never_fit_is_refused_untokenised_and_long_text_keeps_no
 
 def test_too_many_calls_end_an_episode() -> None:
     text = '<tool_call>{"name": "add"}</tool_call>' * 2
-    talk = conversations(lambda _: text, Limits(max_tool_calls=1))
+    talk = conversations(lambda _: text, EpisodeLimits(max_tool_calls=1))
     reply = ask(talk, user("a"), tools=(ADD,))
     with pytest.raises(BudgetSpent) as spent:
         ask(talk, user("a"), reply.message, Message(role="tool", content="3"), tools=(ADD,))
@@ -340,10 +340,10 @@ def test_any_tree_of_conversations_reads_as_rendered_and_trains_every_sampled_to
         held.append([*sent, reply.message])
         plain = [{"role": m.role, "content": m.content} for m in sent]
         whole = tokenizer().apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        path = Episode(key=talk.key, turns=talk.turns).path(reply.turn)
+        path = EpisodeGraph(key=talk.key, turns=talk.turns).path(reply.turn)
         assert text_of(talk, path[:-1]) == whole  # the reference: the whole conversation as text
         assert len(talk.turns) - before <= 2
-    episode = Episode(key=talk.key, turns=talk.turns)
+    episode = EpisodeGraph(key=talk.key, turns=talk.turns)
     trained: list[tuple[float, int]] = []
     for sample in paths(episode, 1.0):
         assert not (sample.mask_T & ~sample.tokens.sampled_T).any()

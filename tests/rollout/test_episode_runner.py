@@ -12,12 +12,12 @@ import pytest
 
 from headrace.clock import run_virtual
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import OpenEpisode, Outcome, SingleTurn
+from headrace.env import AttemptOutcome, OpenEpisode, SingleTurn
 from headrace.errors import BudgetSpent, ComponentDied, RequestError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason
 from headrace.types.sampling import Sampling
 from headrace.types.scored import paths
 from headrace.types.task import Task
@@ -50,7 +50,7 @@ def chunk(*ids: int, version: int, stop_reason: StopReason | None = None) -> Tok
     return TokenChunk(tokens=tokens, stop_reason=stop_reason)
 
 
-def run(engine: Scripted, env: object = None, arrived: list[int] | None = None, **settings: Any) -> Episode:
+def run(engine: Scripted, env: object = None, arrived: list[int] | None = None, **settings: Any) -> EpisodeGraph:
     runner = EpisodeRunner(
         engine=engine,
         env=env or SingleTurn(),
@@ -84,10 +84,10 @@ def test_engine_is_asked_with_the_settings_and_the_episodes_own_seed() -> None:
 
 def test_every_turn_of_an_episode_has_a_seed_of_its_own() -> None:
     class TwoTurns(SingleTurn):
-        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             await episode.sample(task.prompt_ids_T)
             await episode.sample(task.prompt_ids_T)
-            return Outcome()
+            return AttemptOutcome()
 
     engine = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP))
     run(engine, TwoTurns())
@@ -134,13 +134,13 @@ class Fails(SingleTurn):
         self.left = times
         self.error = error
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         await episode.sample(task.prompt_ids_T)
         if self.left:
             self.left -= 1
             raise self.error
         await episode.sample([*task.prompt_ids_T, 7, 9])
-        return Outcome(reward=0.5, turn_rewards={1: 0.5})
+        return AttemptOutcome(reward=0.5, turn_rewards={1: 0.5})
 
 
 def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> None:
@@ -158,7 +158,7 @@ def test_an_episode_that_is_cancelled_is_not_attempted_again_whatever_its_enviro
     class Clings:
         asks_prompt = True
 
-        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             attempts.append(task)
             try:
                 await asyncio.sleep(60)
@@ -195,8 +195,8 @@ def test_an_attempt_is_made_again_as_often_as_allowed_and_only_where_its_environ
 
 def test_an_environment_that_never_asks_is_a_failed_episode() -> None:
     class Silent(SingleTurn):
-        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
-            return Outcome(reward=1.0)
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
+            return AttemptOutcome(reward=1.0)
 
     episode = run(Scripted(), Silent())
     assert (episode.status, episode.cause.partition(":")[0]) == (EpisodeStatus.FAILED, "nothing_sampled")
@@ -204,10 +204,10 @@ def test_an_environment_that_never_asks_is_a_failed_episode() -> None:
 
 def test_answers_that_were_not_chosen_carry_no_loss() -> None:
     class Chooses(SingleTurn):
-        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             await episode.sample(task.prompt_ids_T)
             best = await episode.sample(task.prompt_ids_T)
-            return Outcome(reward=1.0, trained=(best.turn,))
+            return AttemptOutcome(reward=1.0, trained=(best.turn,))
 
     episode = run(Scripted(chunk(7, version=0, stop_reason=StopReason.STOP)), Chooses())
     assert [turn.untrained for turn in episode.turns] == ["", "not_chosen", ""]
@@ -217,13 +217,13 @@ def test_answers_that_were_not_chosen_carry_no_loss() -> None:
 
 def test_a_turn_that_two_paths_share_carries_loss_on_the_first_and_a_path_without_any_is_no_sample() -> None:
     class Branches(SingleTurn):
-        async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             await episode.sample([5])
             await episode.sample([5, 7, 8])
             await episode.sample([5, 7, 9])
             with contextlib.suppress(RequestError):
                 await episode.sample([5, 7, 1])
-            return Outcome(reward=1.0)
+            return AttemptOutcome(reward=1.0)
 
     class Refuses(Scripted):
         async def generate(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.env.base import Piece
+from headrace.env.base import AnswerPiece
 from headrace.errors import SequenceFailed
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout.chat import Chat, Reading
@@ -62,9 +62,9 @@ def parts_of(chat: Chat, text: str, size: int, *, ended: bool = True, lost: str 
     ]  # fmt: skip
 
 
-def heard(chat: Chat, how: Reading, parts: list[TurnPart]) -> tuple[list[Piece], Message]:
+def heard(chat: Chat, how: Reading, parts: list[TurnPart]) -> tuple[list[AnswerPiece], Message]:
     """What is told of these parts, and the message that they are."""
-    pieces: list[Piece] = []
+    pieces: list[AnswerPiece] = []
     growing = Growing(chat, how, pieces.append, num_prompt_tokens=3)
     ids: list[int] = []
     for part in parts:
@@ -110,10 +110,10 @@ def test_text_is_told_as_it_comes_and_what_may_become_something_else_is_held_bac
 
 def test_it_is_told_at_once_that_an_answer_has_begun() -> None:
     chat = CHATS["hermes"]
-    pieces: list[Piece] = []
+    pieces: list[AnswerPiece] = []
     growing = Growing(chat, Reading(calls=True), pieces.append, num_prompt_tokens=3)
     growing.push(parts_of(chat, "<tool_call>{", 12)[0])
-    assert pieces == [Piece(num_prompt_tokens=3)]
+    assert pieces == [AnswerPiece(num_prompt_tokens=3)]
 
 
 def test_an_answer_that_is_begun_anew_goes_on_if_it_is_the_same_and_else_fails_in_words() -> None:

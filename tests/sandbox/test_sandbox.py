@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scoring.sandbox import Finished, Limits, Reason, run, run_python
+from headrace.scoring.sandbox import Finished, Reason, SandboxLimits, run, run_python
 
 MIB = 1 << 20
-DEFAULT = Limits()
-BUSY = Limits(wall_s=40.0, cpu_s=1)
-IDLE = Limits(wall_s=1.0)
+DEFAULT = SandboxLimits()
+BUSY = SandboxLimits(wall_s=40.0, cpu_s=1)
+IDLE = SandboxLimits(wall_s=1.0)
 
 
-def python(code: str, limits: Limits = DEFAULT, **given: object) -> Finished:
+def python(code: str, limits: SandboxLimits = DEFAULT, **given: object) -> Finished:
     return run_python(textwrap.dedent(code), limits=limits, **given)  # type: ignore[arg-type]
 
 
@@ -89,7 +89,9 @@ def test_a_program_that_does_not_stop_is_stopped(deed: str, reason: Reason) -> N
 
 def test_output_of_a_gigabyte_costs_no_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    done = python("import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))", Limits(output_bytes=1000))
+    done = python(
+        "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))", SandboxLimits(output_bytes=1000)
+    )
     assert (done.reason, done.stdout) == (Reason.OUTPUT, "x" * 1000)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024  # KiB
 
@@ -110,7 +112,7 @@ def test_memory_of_many_processes_counts_together() -> None:
                 break
         threading.Event().wait()
         """,
-        Limits(wall_s=8, memory_bytes=128 * MIB),
+        SandboxLimits(wall_s=8, memory_bytes=128 * MIB),
     )
     assert done.reason is Reason.MEMORY
 
@@ -122,7 +124,7 @@ def test_memory_that_belongs_to_no_process_is_refused() -> None:
 
 def test_a_fork_bomb_ends_within_its_time_and_leaves_nothing() -> None:
     bomb = "import os # bomb-mark\nwhile True:\n  try: os.fork()\n  except OSError: pass"
-    done = run([sys.executable, "-I", "-c", bomb], limits=Limits(wall_s=1.5, processes=16))
+    done = run([sys.executable, "-I", "-c", bomb], limits=SandboxLimits(wall_s=1.5, processes=16))
     assert done.reason in (Reason.WALL_TIME, Reason.CPU_TIME, Reason.PROCESSES)
     assert not left("bomb-mark")
 
@@ -147,7 +149,7 @@ def test_what_daemonises_is_gone_when_the_program_has_ended() -> None:
 
 
 def test_the_disk_has_a_bound_for_one_file_and_for_all() -> None:
-    limits = Limits(file_bytes=1 * MIB, disk_bytes=4 * MIB)
+    limits = SandboxLimits(file_bytes=1 * MIB, disk_bytes=4 * MIB)
     one = python("open('big', 'wb').write(b'x' * (2 << 20))", limits)
     assert "File too large" in one.stderr
     many = python(
@@ -285,14 +287,14 @@ def test_a_command_that_is_not_there_is_told_in_words() -> None:
 @pytest.mark.parametrize(
     ("argv", "files", "limits", "words"),
     [
-        ([], {}, Limits(), r"argv=\[\]"),
-        (["sh"], {}, Limits(), "whole path"),
-        (["/bin/sh"], {"../x": ""}, Limits(), "not a plain name"),
-        (["/bin/sh"], {}, Limits(wall_s=0), "limits.wall_s=0 leaves nothing"),
+        ([], {}, SandboxLimits(), r"argv=\[\]"),
+        (["sh"], {}, SandboxLimits(), "whole path"),
+        (["/bin/sh"], {"../x": ""}, SandboxLimits(), "not a plain name"),
+        (["/bin/sh"], {}, SandboxLimits(wall_s=0), "limits.wall_s=0 leaves nothing"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(
-    argv: list[str], files: dict[str, str], limits: Limits, words: str
+    argv: list[str], files: dict[str, str], limits: SandboxLimits, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run(argv, files=files, limits=limits)

@@ -15,11 +15,13 @@ import pytest
 
 from headrace.errors import ConfigError, EnvError
 from headrace.scoring import CodeReward, ExactReward, FunctionReward, Grader, JudgeReward, MathReward, Scores
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 
-def ask(completion: str, **row: Any) -> Score:
-    return Score(call=0, prompt=row.get("prompt", "p"), completions=(completion,), row={"prompt": "p", **row})
+def ask(completion: str, **row: Any) -> ScoreCompletions:
+    return ScoreCompletions(
+        call=0, prompt=row.get("prompt", "p"), completions=(completion,), row={"prompt": "p", **row}
+    )
 
 
 def graded(section: Any, completion: str, **row: Any) -> Scores:
@@ -214,7 +216,7 @@ def test_a_function_of_turns_gets_what_was_read_before(tmp_path: Any) -> None:
     (tmp_path / "f.py").write_text("def f(completion, history, turn): return len(history) + 10 * turn")
     section = FunctionReward(ref=f"{tmp_path}/f.py:f", by_turn=True).check()
     with ThreadPoolExecutor() as hands:
-        request = Score(call=0, prompt="p", completions=("c",), row={}, history="abc", turn=2)
+        request = ScoreCompletions(call=0, prompt="p", completions=("c",), row={}, history="abc", turn=2)
         assert asyncio.run(section.grader(hands).score(request, lambda: None)) == Scores(rewards=(23.0,))
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from headrace.algo.config import AlgoConfig
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.control.credit import credit
 from headrace.control.loops.feeding import collate
-from headrace.env import OpenEpisode, Outcome
+from headrace.env import AttemptOutcome, OpenEpisode
 from headrace.scoring import Graded
 from headrace.testing import FakeEngine, FakeScorer
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
 from headrace.types.tokens import Tokens
@@ -30,13 +30,13 @@ class ThreeTurns:
 
     asks_prompt = True
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         prompt_T = task.prompt_ids_T
         for number in range(3):
             reply = await episode.sample(prompt_T)
             said_T = np.array(reply.token_ids, np.int32)
             prompt_T = np.concatenate([prompt_T, said_T, np.array([900 + number], np.int32)])
-        return Outcome()
+        return AttemptOutcome()
 
 
 @dataclass(kw_only=True)
@@ -69,7 +69,7 @@ def life(run_dir: Path, scorer: ByNumber, **settings: Any) -> tuple[Life, list[S
     """A run with that process reward, and the groups that it trained."""
     trained: list[ScoredGroup] = []
 
-    def change(parts: Parts) -> Parts:
+    def change(parts: Components) -> Components:
         def advantages(groups: Sequence[ScoredGroup]) -> Sequence[float]:
             trained.extend(groups)
             return parts.advantages(groups)
@@ -125,7 +125,7 @@ def turn(ids: Sequence[int], *, parent: int | None, sampled: bool, reward: float
     return Turn(author="policy", tokens=tokens, parent=parent, stop_reason=StopReason.STOP, reward=reward)
 
 
-def episode(place: int, reward: float, *earned: float | None, seen: int = 7) -> Episode:
+def episode(place: int, reward: float, *earned: float | None, seen: int = 7) -> EpisodeGraph:
     """Two turns of the policy; what is given between them is ``seen``."""
     turns = [
         turn([1], parent=None, sampled=False),
@@ -133,7 +133,7 @@ def episode(place: int, reward: float, *earned: float | None, seen: int = 7) -> 
         turn([seen], parent=1, sampled=False),
         turn([4], parent=2, sampled=True, reward=earned[1]),
     ]
-    return Episode(key=EpisodeKey(0, place), turns=turns, status=EpisodeStatus.SCORED, reward=reward)
+    return EpisodeGraph(key=EpisodeKey(0, place), turns=turns, status=EpisodeStatus.SCORED, reward=reward)
 
 
 def test_turns_are_credited_with_what_they_earned_against_others_in_the_same_state() -> None:

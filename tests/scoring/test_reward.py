@@ -13,7 +13,7 @@ import pytest
 from headrace.errors import EnvError
 from headrace.scoring import RewardFunction, Scores, load_reward
 from headrace.scoring.reward import reward_reference, split_reference
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 ROW = {"prompt": "1+1=", "answer": 2}
 Load = Callable[[str], RewardFunction]
@@ -34,7 +34,9 @@ def load(tmp_path: Path) -> Iterator[Load]:
 
 def scored(reward: RewardFunction, *completions: str, prompt: object = "1+1=") -> Scores:
     row = {**ROW, "prompt": prompt}
-    return asyncio.run(reward.score(Score(call=0, prompt=prompt, completions=completions or ("2",), row=row)))
+    return asyncio.run(
+        reward.score(ScoreCompletions(call=0, prompt=prompt, completions=completions or ("2",), row=row))
+    )
 
 
 @pytest.mark.parametrize("head", ["def", "async def"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.clock import VirtualClock, run_virtual
 from headrace.scoring import ExactReward, FunctionReward, Graded, Scores
-from headrace.scoring.rubric import Component, Rubric
+from headrace.scoring.rubric import Rubric, RubricPart
 from headrace.types.task import Task
 from headrace.types.trace import Span
 
@@ -50,7 +50,7 @@ def section(name: str, **settings: Any) -> FunctionReward:
 
 
 def rubric(*components: tuple[FunctionReward, Says], spans: list[Span] | None = None) -> Rubric:
-    made = [Component(section=one, graders=graders) for one, graders in components]
+    made = [RubricPart(section=one, graders=graders) for one, graders in components]
     return Rubric(made, clock=VirtualClock(), on_span=(spans if spans is not None else []).append)
 
 

@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, EnvError, HeadraceError
 from headrace.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
 from headrace.scoring.fit import columns_for, refuse_lacking
 from headrace.scoring.signature import signature_in, signature_of
-from headrace.types.messages.scorer import Score, TrainerState
+from headrace.types.messages.scorer import ScoreCompletions, TrainerState
 from headrace.types.task import Task
 
 CHAT = [{"role": "user", "content": "1+1="}]
@@ -27,7 +27,7 @@ NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)
 def called(function: Callable[..., Any], *completions: str, row: dict[str, Any] | None = None, **more: Any) -> Scores:
     """What the function is passed by the scoring stage, and what comes of it."""
     ids = tuple(np.arange(len(text) + 1, dtype=np.int32) for text in completions)
-    request = Score(
+    request = ScoreCompletions(
         call=0,
         prompt=more.get("prompt", CHAT),
         completions=completions,

@@ -26,9 +26,9 @@ from headrace.engine.server.app import make_app as make_server
 from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.observe import RunFacts
 from headrace.observe.writers.prometheus import TOKEN_FILE, Prometheus
-from headrace.rollout.endpoint.app import Desk
+from headrace.rollout.endpoint.app import EndpointDispatcher
 from headrace.rollout.endpoint.app import make_app as make_endpoint
-from headrace.rollout.endpoint.base import Limits
+from headrace.rollout.endpoint.base import SessionLimits
 from headrace.rollout.endpoint.sessions import Sessions
 from headrace.sync.http import HttpInbox
 from headrace.view import OpenRun
@@ -87,9 +87,11 @@ def application(kind: str, directory: Path) -> Any:
     if kind == "view":
         runs = [OpenRun(write_run(directory / "run", steps=1), RealClock())]
         return make_view(runs, clock=RealClock(), token=TOKEN, ending=lambda: True)
-    limits = Limits(delay_s=0.0)
+    limits = SessionLimits(delay_s=0.0)
     return make_endpoint(
-        Desk(sessions=Sessions(limits), limits=limits, clock=RealClock(), on_wish=lambda name, value: None)
+        EndpointDispatcher(
+            sessions=Sessions(limits), limits=limits, clock=RealClock(), on_wish=lambda name, value: None
+        )
     )
 
 

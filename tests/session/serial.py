@@ -12,7 +12,7 @@ from headrace.algo.advantages import Outcomes
 from headrace.algo.objective import Objective
 from headrace.clock import RealClock
 from headrace.engine.native import NativeEngine
-from headrace.env.data import Order, load_rows
+from headrace.env.data import RowOrder, load_rows
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import load_model, load_tokenizer
 from headrace.models.weights import weight_tensors
@@ -53,7 +53,7 @@ class SerialLoop:
         self.tokenizer = load_tokenizer(config.model.path)
         rows = load_rows(Path(config.data.path))
         self.prompts = [np.array(self.tokenizer.encode(row["prompt"]), np.int32) for row in rows]
-        self.order = Order(num_rows=len(rows), seed=config.run.seed, shuffle=config.data.shuffle)
+        self.order = RowOrder(num_rows=len(rows), seed=config.run.seed, shuffle=config.data.shuffle)
         served, trained = load_model(config.model), load_model(config.model)
         self.engine = NativeEngine(
             served,

@@ -14,7 +14,7 @@ from headrace.config import merge
 from headrace.errors import ConfigError
 from headrace.flow.ledger import SqliteLedger
 from headrace.session import load_config
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from tests.session.runs import SETTINGS, verb
 
 ROWS = [{"prompt": f"{a}+{a + 1}=", "answer": 2 * a + 1} for a in range(12)]
@@ -43,7 +43,7 @@ def tree(tmp_path: Path, model: Path, *changes: dict[str, Any]) -> dict[str, Any
     return merge(SETTINGS, own, *changes)
 
 
-def episodes(run_dir: Path) -> list[Episode]:
+def episodes(run_dir: Path) -> list[EpisodeGraph]:
     """Of all groups that were trained."""
     ledger = SqliteLedger.open(run_dir / "ledger.sqlite")
     try:

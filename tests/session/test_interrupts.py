@@ -12,7 +12,7 @@ import pytest
 
 from headrace.clock import run_virtual
 from headrace.control import RunSection
-from headrace.control.evaluation import Told
+from headrace.control.evaluation import EvaluationListener
 from headrace.errors import StallError
 from headrace.session.evaluating import watched
 from headrace.session.running import Interrupts, first_cause, in_own_loop
@@ -68,7 +68,9 @@ def test_evaluation_that_hangs_ends_in_words(tmp_path: Path) -> None:
         await parts.engine.stage(update)
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:2])
-        await watched(serving, RunSection(stall_timeout_s=20.0), Told(on_tokens=lambda _: None, warn=lambda _: None))
+        await watched(
+            serving, RunSection(stall_timeout_s=20.0), EvaluationListener(on_tokens=lambda _: None, warn=lambda _: None)
+        )
 
     with pytest.raises(BaseExceptionGroup) as caught:
         run_virtual(main())

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.served.carrier import Carrier, Way
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.carrier import Carrier, CarrierConfig
+from headrace.engine.served.launching import ServeRequirements
 from headrace.engine.served.wire import Address, Wire
 from headrace.engine.vllm.dialect import ask_workers
 from headrace.errors import EngineUnfit
@@ -25,8 +25,8 @@ VOCAB = "0123456789+="
 LAUNCH = {"start_timeout_s": 100.0, "engine_restarts": 0, "engine_threads": 1, "learner_threads": 1}
 
 
-def wanted(model_dir: Path, **more: Any) -> Wanted:
-    return Wanted(path=str(model_dir), dtype="float32", max_context=99, **more)
+def wanted(model_dir: Path, **more: Any) -> ServeRequirements:
+    return ServeRequirements(path=str(model_dir), dtype="float32", max_context=99, **more)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_server_to_which_another_run_carries_its_weights_ends_this_one_at_once(m
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "weights").write_bytes(b"abc")
-    way = Way(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=30.0)
+    way = CarrierConfig(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=30.0)
     with (
         fake_server("vllm", wanted(model_dir)) as (url, _),
         Wire(Address(url=url)) as wire,

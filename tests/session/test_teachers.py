@@ -21,7 +21,7 @@ from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.opening import open_ledger
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 from headrace.models import load_model, load_tokenizer
 from headrace.observe.jsonl import METRICS_FILE, read_steps
 from headrace.session import load_config, train
@@ -143,7 +143,7 @@ def test_a_teacher_in_an_engine_says_what_one_beside_the_learner_says(tmp_path: 
     assert all("teacher_version" not in step for step in metrics)  # its weights are none of the run's
 
 
-def _beside(config: RunConfig, other: Path, batch: Batch) -> Work:
+def _beside(config: RunConfig, other: Path, batch: Batch) -> StepWork:
     """The batch with the columns of a teacher that the learner computes."""
     learner = validate(LearnerConfig, {"top_k": 5, "teachers": [{"kind": "model", "path": str(other)}]})
     context = LearnerContext(
@@ -151,7 +151,7 @@ def _beside(config: RunConfig, other: Path, batch: Batch) -> Work:
     )
     core = LearnerCore(load_model(config.model), learner, Objective.build(config.algo), context)
     return core.accompany(
-        Work(batch=batch, mask_N=batch.mask_N, weights_N=torch.ones(batch.num_tokens), old=config.algo.old)
+        StepWork(batch=batch, mask_N=batch.mask_N, weights_N=torch.ones(batch.num_tokens), old=config.algo.old)
     )
 
 

@@ -14,11 +14,11 @@ from hypothesis.extra import numpy as arrays
 from headrace.types.batch import Batch
 from headrace.types.episode import StopReason
 from headrace.types.messages import controller, engine, environment, learner, node, scorer
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.controller import Chunk, Chunks, EngineStats, LogprobsAre, Ready, Scored
 from headrace.types.messages.engine import Generate, GenerateRequest, Stage
 from headrace.types.messages.learner import Train
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 from headrace.types.sampling import Sampling
 from headrace.types.trace import Span
 from headrace.types.weights import Manifest, TensorEntry, WeightUpdate
@@ -71,7 +71,12 @@ MESSAGES = [
     ),
     (engine, Stage(call=1, update=UPDATE)),
     (learner, Train(call=1, batch=BATCH)),
-    (scorer, Score(call=1, prompt=[{"role": "user", "content": "?"}], completions=("a", "b"), row={"x": [1, None]})),
+    (
+        scorer,
+        ScoreCompletions(
+            call=1, prompt=[{"role": "user", "content": "?"}], completions=("a", "b"), row={"x": [1, None]}
+        ),
+    ),
 ]
 
 
@@ -89,39 +94,39 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize(("receiver", "message"), MESSAGES, ids=lambda value: type(value).__name__)
 def test_message_comes_back_as_it_was(receiver: Any, message: Any) -> None:
-    codec = Codec(receiver.Message)
+    codec = MessageCodec(receiver.Message)
     assert plain(codec.decode(codec.encode(message))) == plain(message)
 
 
 @pytest.mark.parametrize("dtype", ["|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"])
 @pytest.mark.parametrize("shape", [(0,), (5,), (2, 3), ()])
 def test_array_of_every_kind_travels_as_raw_bytes(dtype: str, shape: tuple[int, ...]) -> None:
-    codec = Codec(np.ndarray)
+    codec = MessageCodec(np.ndarray)
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     assert plain(codec.decode(codec.encode(array))) == plain(array)
 
 
 @given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0)))
 def test_any_array_travels_bit_for_bit(array: np.ndarray) -> None:
-    codec = Codec(np.ndarray)
+    codec = MessageCodec(np.ndarray)
     assert plain(codec.decode(codec.encode(array))) == plain(array)
 
 
 def test_array_in_another_memory_order_travels_by_its_values() -> None:
-    codec = Codec(np.ndarray)
+    codec = MessageCodec(np.ndarray)
     turned = np.arange(6, dtype=np.int32).reshape(2, 3).T
     assert codec.decode(codec.encode(turned)).tolist() == turned.tolist()
 
 
 def test_thing_that_is_no_record_cannot_be_sent() -> None:
     with pytest.raises(NotImplementedError, match="object cannot travel"):
-        Codec(scorer.Message).encode(object())
+        MessageCodec(scorer.Message).encode(object())
 
 
 @pytest.mark.parametrize("receiver", RECEIVERS, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_message_for_another_receiver_is_refused(receiver: Any) -> None:
     mine = {type(message) for owner, message in MESSAGES if owner is receiver}
-    codec = Codec(receiver.Message)
+    codec = MessageCodec(receiver.Message)
     for _, message in MESSAGES:
         if type(message) not in mine:
             with pytest.raises(REFUSED):
@@ -155,25 +160,25 @@ def extension(data: bytes, code: int = 1) -> bytes:
 )
 def test_malformed_array_is_refused(data: bytes) -> None:
     with pytest.raises(REFUSED):
-        Codec(np.ndarray).decode(extension(data))
+        MessageCodec(np.ndarray).decode(extension(data))
 
 
 def test_extension_of_another_kind_is_refused() -> None:
     with pytest.raises(REFUSED, match="extension"):
-        Codec(np.ndarray).decode(extension(b"<f4:1|1234", code=2))
+        MessageCodec(np.ndarray).decode(extension(b"<f4:1|1234", code=2))
 
 
 @pytest.mark.parametrize("deep", [b"\x91" * 200_000, b"\x81\xa1a" * 200_000])
 def test_bytes_nested_without_end_are_refused(deep: bytes) -> None:
     with pytest.raises(REFUSED):
-        Codec(Any).decode(deep)
+        MessageCodec(Any).decode(deep)
 
 
 def survives(data: bytes) -> None:
     """Decoding it either gives a message or raises an error of msgspec."""
     for receiver in RECEIVERS:
         try:
-            Codec(receiver.Message).decode(data)
+            MessageCodec(receiver.Message).decode(data)
         except REFUSED:
             continue
 
@@ -194,7 +199,7 @@ def test_random_bytes_only_ever_raise_errors_of_msgspec(data: bytes) -> None:
 def test_damaged_message_only_ever_raises_errors_of_msgspec(
     message: Any, flips: list[tuple[int, int]], length: int
 ) -> None:
-    data = bytearray(Codec(Any).encode(message))
+    data = bytearray(MessageCodec(Any).encode(message))
     for place, value in flips:
         data[place % len(data)] = value
     survives(bytes(data))

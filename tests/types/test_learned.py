@@ -4,7 +4,7 @@ import numpy as np
 
 from headrace.control.loops.feeding import collate, without_stale
 from headrace.flow.ledger.turns import decode_learned, encode_learned
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.scored import Learned, ScoredGroup
 from headrace.types.taught import Taught
 from headrace.types.tokens import Tokens
@@ -16,8 +16,8 @@ def sampled(ids: list[int], version: int = 3) -> Tokens:
     )
 
 
-def episode(group: int, place: int, turns: list[Turn]) -> Episode:
-    return Episode(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+def episode(group: int, place: int, turns: list[Turn]) -> EpisodeGraph:
+    return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def tree() -> list[Turn]:
@@ -34,7 +34,7 @@ def tree() -> list[Turn]:
 
 def test_each_gap_is_that_of_its_own_token() -> None:
     plain = [Turn(author="task", tokens=Tokens.observed([90])), Turn(author="policy", tokens=sampled([9]), parent=0)]
-    failed = Episode(key=EpisodeKey(5, 1), turns=plain, status=EpisodeStatus.FAILED)
+    failed = EpisodeGraph(key=EpisodeKey(5, 1), turns=plain, status=EpisodeStatus.FAILED)
     groups = [
         ScoredGroup(number=5, episodes=(episode(5, 0, tree()), failed)),
         ScoredGroup(number=7, episodes=(episode(7, 1, plain), episode(7, 2, tree()))),

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import Episode, EpisodeKey, Turn
-from headrace.types.messages.codec import Codec
+from headrace.types.episode import EpisodeGraph, EpisodeKey, Turn
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.tokens import Tokens
 from headrace.types.versions import mixed
@@ -83,7 +83,7 @@ def test_turns_come_back_from_the_ledger_with_all_that_was_recorded() -> None:
 
 
 def test_context_of_the_last_turn_fills_in_what_earlier_turns_could_not_know() -> None:
-    episode = Episode(
+    episode = EpisodeGraph(
         key=EpisodeKey(0, 0),
         turns=[
             Turn(author="task", tokens=Tokens.observed([1, 2])),
@@ -111,7 +111,7 @@ def test_context_of_the_last_turn_fills_in_what_earlier_turns_could_not_know() -
 
 
 def test_turn_that_recorded_nothing_leaves_the_tokens_as_they_are() -> None:
-    episode = Episode(key=EpisodeKey(0, 0), turns=[Turn(author="task", tokens=Tokens.observed([1, 2]))])
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=[Turn(author="task", tokens=Tokens.observed([1, 2]))])
     assert episode.path_tokens([0]).routing is None
 
 
@@ -122,7 +122,7 @@ def test_batch_carries_records_of_every_token_and_travels_with_them() -> None:
         key=EpisodeKey(0, 1), tokens=Tokens.observed([2]), mask_T=np.zeros(1, bool), advantage=0.0
     )  # fmt: skip
     batch = Batch.collate(3, [sample, plain])
-    codec = Codec(Batch)
+    codec = MessageCodec(Batch)
     found = codec.decode(codec.encode(batch))
     assert [span.tolist() for span in found.kept.spans()] == [[], [7, 9], []]
     assert experts(found.routing) == [None, 44, None]

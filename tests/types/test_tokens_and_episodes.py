@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.group import GroupState
 from headrace.types.scored import ScoredGroup, paths
 from headrace.types.tokens import Tokens
@@ -46,10 +46,10 @@ def test_concatenation_keeps_every_token_in_its_place(parts: list[list[int]]) ->
     assert joined.versions_T.tolist() == [place for place, part in enumerate(parts) for _ in part]
 
 
-def branching(status: EpisodeStatus = EpisodeStatus.SCORED) -> Episode:
+def branching(status: EpisodeStatus = EpisodeStatus.SCORED) -> EpisodeGraph:
     """task ─ first ─┬─ left
     └─ tool ─ right"""
-    return Episode(
+    return EpisodeGraph(
         key=EpisodeKey(7, 2),
         turns=[
             Turn(author="task", tokens=Tokens.observed([1, 2])),
@@ -81,7 +81,7 @@ def test_every_sampled_token_of_any_graph_carries_loss_exactly_once(data: st.Dat
         ids = [index] * data.draw(st.integers(1, 3))
         tokens = sampled(*ids) if is_policy else Tokens.observed(ids)
         turns.append(Turn(author="policy" if is_policy else "tool", tokens=tokens, parent=parent))
-    episode = Episode(key=EpisodeKey(0, 0), turns=turns)
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=turns)
     samples = paths(episode, 1.0)
     trained = sorted(token for s in samples for token in s.tokens.ids_T[s.mask_T].tolist())
     assert trained == sorted(token for turn in turns for token in turn.tokens.ids_T[turn.tokens.sampled_T].tolist())
@@ -95,12 +95,12 @@ def test_episode_knows_its_leaves_its_paths_and_its_versions() -> None:
     assert episode.leaves() == [2, 4]
     assert episode.path(4) == [0, 1, 3, 4]
     assert episode.versions() == (3, 5)
-    assert Episode(key=EpisodeKey(0, 0), turns=episode.turns[:1]).versions() is None
+    assert EpisodeGraph(key=EpisodeKey(0, 0), turns=episode.turns[:1]).versions() is None
     assert str(episode.key) == "7.2"
 
 
 def test_group_is_as_old_as_its_oldest_scored_token() -> None:
-    young = Episode(key=EpisodeKey(7, 0), turns=branching().turns[4:], status=EpisodeStatus.SCORED, reward=0.0)
+    young = EpisodeGraph(key=EpisodeKey(7, 0), turns=branching().turns[4:], status=EpisodeStatus.SCORED, reward=0.0)
     failed = branching(EpisodeStatus.FAILED)
     assert ScoredGroup(number=7, episodes=(young, branching())).oldest_version() == 3
     assert ScoredGroup(number=7, episodes=(young, failed)).oldest_version() == 5

@@ -15,7 +15,7 @@ from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Submit
 from headrace.observe import JsonlWriter
 from headrace.types.batch import Batch
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.group import GroupState
 from headrace.types.observation import StepRecord
 from headrace.types.recorded import KeptSets, Routing
@@ -82,15 +82,15 @@ def routed(turn: Turn, experts: int, context: Routing | None = None) -> Turn:
     )
 
 
-def plain_episode(group: int, place: int, version: int) -> Episode:
+def plain_episode(group: int, place: int, version: int) -> EpisodeGraph:
     turns = [given(f"What is {group} + {place}?"), sampled(f"{group + place}", version=version, parent=0)]
-    return Episode(
+    return EpisodeGraph(
         key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=float((group + place) % 3 == 0),
         parts={"right": 1.0, "short": 0.5},
     )  # fmt: skip
 
 
-def branching_episode(group: int, place: int) -> Episode:
+def branching_episode(group: int, place: int) -> EpisodeGraph:
     """A conversation with a tool, an error, and a branch whose tokens were routed twice."""
     first = routed(sampled("I ask the tool.", version=3, parent=0), 1)
     context = Routing(known_T=np.ones(27, bool), experts_RLK=np.full((27, 2, 2), 2, np.uint8))
@@ -101,10 +101,10 @@ def branching_episode(group: int, place: int) -> Episode:
         sampled("Then I guess.", version=4, parent=2, reward=0.25),
         routed(sampled("Or not at all.", version=4, parent=1), 3, context),
     ]
-    return Episode(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=0.5)
+    return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=0.5)
 
 
-def taught_episode(group: int, place: int) -> Episode:
+def taught_episode(group: int, place: int) -> EpisodeGraph:
     """An answer that the teacher ``math`` finds likelier by half at every even token, and less likely at the others;
     it was not asked about the last one."""
     answer = sampled("It is 7", version=3, parent=0, teacher="math")
@@ -117,7 +117,7 @@ def taught_episode(group: int, place: int) -> Episode:
     )
     tokens = replace(answer.tokens, taught=said[:6] + Taught.none(1, 2))
     turns = [given("3 + 4 = "), replace(answer, tokens=tokens)]
-    return Episode(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+    return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def set_teachers(directory: Path, advantage: dict[str, object], *teachers: dict[str, object]) -> None:
@@ -127,7 +127,7 @@ def set_teachers(directory: Path, advantage: dict[str, object], *teachers: dict[
     path.write_text(json.dumps({**config, "algo": {"advantage": advantage}, "learner": {"teachers": teachers}}))
 
 
-def write_run(directory: Path, steps: int = 6, *, extra: Sequence[Episode] = (), name: str = "additions") -> Path:
+def write_run(directory: Path, steps: int = 6, *, extra: Sequence[EpisodeGraph] = (), name: str = "additions") -> Path:
     """``steps`` steps of two groups each, a group that failed, and for each of ``extra`` a step with plain siblings."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory / "model")
@@ -190,7 +190,11 @@ def write_status(directory: Path, *, living: bool, steps: int) -> None:
 
 
 def train(
-    ledger: SqliteLedger, numbers: tuple[int, ...], step: int, episodes: Sequence[Episode], teacher: int | None = None
+    ledger: SqliteLedger,
+    numbers: tuple[int, ...],
+    step: int,
+    episodes: Sequence[EpisodeGraph],
+    teacher: int | None = None,
 ) -> None:
     """Groups from their beginning to their end. ``teacher``: the version of one beside the learner, if there is one."""
     at_s = STARTED_S + step
@@ -208,7 +212,7 @@ def train(
     ledger.apply(CommitVersion(version=step + 1, numbers=numbers, checksum=f"{step:x}", at_s=at_s))
 
 
-def learned(step: int, episodes: Sequence[Episode], teacher: int | None) -> Learned:
+def learned(step: int, episodes: Sequence[EpisodeGraph], teacher: int | None) -> Learned:
     """The learner finds every fifth token less likely than the engine did, and its neighbour likelier; a teacher all
     of them less likely."""
     trained = [episode for episode in episodes if episode.status is EpisodeStatus.SCORED]
@@ -228,7 +232,7 @@ def fail(ledger: SqliteLedger, number: int) -> None:
     """A group whose only ended episode failed, and that was dropped."""
     ledger.apply(Submit(numbers=(number,), rows=(0,), at_s=STARTED_S))
     turns = [given("Why?"), sampled("because", version=0, parent=0)]
-    failed = Episode(
+    failed = EpisodeGraph(
         key=EpisodeKey(number, 0), turns=turns, status=EpisodeStatus.FAILED, cause="reward_error: <b>boom</b>"
     )
     ledger.apply(EndEpisode(episode=failed, at_s=STARTED_S))

@@ -16,7 +16,7 @@ from headrace.clock import RealClock
 from headrace.errors import DataError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
-from headrace.flow.ledger.browse import Wanted
+from headrace.flow.ledger.browse import EpisodeQuery
 from headrace.view import OpenRun
 from headrace.view.app import make_app
 from headrace.view.run import find_runs
@@ -324,7 +324,7 @@ WITH_NUMBERS = (
     "/api/runs/0/search?words=a&before={}.0",
     *(f"/api/runs/0/episodes/0.0/turns/0?{name}={{}}" for name in ("from", "count")),
     *(f"/api/runs/0/timeline?{name}={{}}" for name in ("from", "to", "bins")),
-    *(f"/api/runs/0/episodes?{name}={{}}" for name in ("offset", "limit", *Wanted.__struct_fields__)),
+    *(f"/api/runs/0/episodes?{name}={{}}" for name in ("offset", "limit", *EpisodeQuery.__struct_fields__)),
 )
 
 

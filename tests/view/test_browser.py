@@ -12,7 +12,7 @@ import pytest
 
 from headrace.clock import RealClock
 from headrace.observe import JsonlWriter
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.types.observation import StepRecord
 from tests.view.browsing import ARGUMENTS, CHROMIUM, PAGES, Watched, viewed
 from tests.view.synthetic import (
@@ -41,7 +41,7 @@ HOSTILE = (
 )
 
 
-def hostile_episode() -> Episode:
+def hostile_episode() -> EpisodeGraph:
     """Text that would like to be something else, and a line of a megabyte."""
     line = [256] * (2**20 // len(LONG))
     turns = [
@@ -49,14 +49,14 @@ def hostile_episode() -> Episode:
         sampled(HOSTILE, version=3, parent=0, author="<script>alert(1)</script>"),
         sampled([*ids("x"), *line], version=4, parent=1),
     ]
-    return Episode(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=0.0)
+    return EpisodeGraph(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=0.0)
 
 
-def long_episode() -> Episode:
+def long_episode() -> EpisodeGraph:
     """32,768 tokens, in lines."""
     text = "".join(f"{number}: the quick brown fox\n" for number in range(1300))[: 32 * 1024]
     turns = [given("Write much: "), sampled(text.ljust(32 * 1024, "."), version=2, parent=0)]
-    return Episode(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+    return EpisodeGraph(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
 
 @pytest.fixture(scope="module")

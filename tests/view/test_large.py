@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from headrace.clock import RealClock
 from headrace.flow.ledger.bundles import encode_bundle
 from headrace.observe import JsonlWriter
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 from headrace.types.observation import StepRecord
 from headrace.types.trace import Span
 from headrace.view import OpenRun
@@ -36,7 +36,7 @@ def write_large(directory: Path) -> Path:
     """Written past the ledger's operations, which would take minutes."""
     write_run(directory, steps=1)
     turns = [given("What is it?"), sampled("42 or so", version=0, parent=0)]
-    bundle, _ = encode_bundle([Episode(key=EpisodeKey(0, place), turns=turns) for place in range(SIZE)])
+    bundle, _ = encode_bundle([EpisodeGraph(key=EpisodeKey(0, place), turns=turns) for place in range(SIZE)])
     with sqlite3.connect(directory / "ledger.sqlite", isolation_level=None) as db:
         db.execute("BEGIN")
         for table in ("episodes", "bundles", "groups", "steps", "versions"):

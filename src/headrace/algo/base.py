@@ -131,7 +131,7 @@ class Factor:
     metrics: Metrics = field(default_factory=dict)
 
 
-class Part(Protocol):
+class TokenFormula(Protocol):
     """What losses and corrections have in common."""
 
     def columns(self) -> frozenset[Column]:
@@ -143,7 +143,7 @@ class Part(Protocol):
         ...
 
 
-class Loss(Part, Protocol):
+class Loss(TokenFormula, Protocol):
     """A loss: a small frozen config with one formula."""
 
     reduction: ClassVar[str]
@@ -162,7 +162,7 @@ class Loss(Part, Protocol):
         ...
 
 
-class Correction(Part, Protocol):
+class Correction(TokenFormula, Protocol):
     """A correction for tokens that were not sampled by π_old: any of them goes with any loss."""
 
     weighs: ClassVar[bool]

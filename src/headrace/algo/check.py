@@ -32,7 +32,7 @@ TOLERANCE = 1e-6
 """Greatest relative difference that is still the same number."""
 
 
-class Broken(Exception):
+class ClauseBroken(Exception):
     """A clause does not hold; the text says what was seen."""
 
 
@@ -97,7 +97,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
         _ = config.loss.formula  # what is wrong with the file itself is no broken clause
         source = str(Path(config.loss.ref.rpartition(":")[0]).resolve())
     objective = Objective.build(config)
-    trial = Trial(objective, seed)
+    trial = GradientTrial(objective, seed)
     clauses: dict[str, Callable[[], str]] = {
         "values are finite": trial.finite,
         "the gradient is not zero everywhere": trial.gradient,
@@ -116,7 +116,7 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
 def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding:
     try:
         return Finding(clause=clause, holds=True, detail=check())
-    except Broken as broken:
+    except ClauseBroken as broken:
         detail = f"{broken}; {REMEDIES[clause]}"
     except HeadraceError as error:
         detail = f"{error.problem}; {error.remedy}"
@@ -191,7 +191,7 @@ def leaves_of(inputs: LossInputs) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Trial:
+class GradientTrial:
     """An objective and a batch to try it on. Every clause says what it measured, or raises what broke it."""
 
     objective: Objective
@@ -231,7 +231,7 @@ class Trial:
         """One value per token."""
         tokens_N = self.objective(self.prepared(self.inputs), self.weights(self.inputs)).tokens
         if tokens_N.shape != self.inputs.log_pi_N.shape:
-            raise Broken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
+            raise ClauseBroken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
         return f"shape {tuple(tokens_N.shape)}"
 
     def gradient(self) -> str:
@@ -240,20 +240,20 @@ class Trial:
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
                 return f"greatest entry {grad.abs().max().item():.3g}"
-        raise Broken("it is 0 for every token of five batches")
+        raise ClauseBroken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
         """Finite values."""
         loss, grad = self.run(self.prepared(self.inputs))
         if not (loss.isfinite() and grad.isfinite().all()):
-            raise Broken(f"loss {loss.item()}, gradient {grad.tolist()}")
+            raise ClauseBroken(f"loss {loss.item()}, gradient {grad.tolist()}")
         return f"loss {loss.item():.6g} over {len(grad)} tokens"
 
     def derivative(self) -> str:
         """Central differences against autograd."""
         inputs = self.prepared(self.inputs)
         _, grad = self.run(inputs)
-        held = Held()
+        held = StopGradientCache()
         weights_N = self.weights(inputs)
 
         def value(moved: LossInputs) -> float:
@@ -305,7 +305,7 @@ class Trial:
         _same(loss_dirty, loss, "losses with and without garbage")
         _same(grad_dirty, grad, "gradients with and without garbage")
         if grad_dirty[outside_N].any():
-            raise Broken("tokens outside the mask have a gradient")
+            raise ClauseBroken("tokens outside the mask have a gradient")
         return f"{int(outside_N.sum())} tokens of garbage"
 
     def extremes(self) -> str:
@@ -318,7 +318,7 @@ class Trial:
                 moved[name] = torch.full_like(moved[name], value)
                 loss, grad = self.run(self.prepared(replace(self.inputs, **moved)))
                 if not (loss.isfinite() and grad.isfinite().all()):
-                    raise Broken(f"not finite where {name.removesuffix('_N')} is {value}")
+                    raise ClauseBroken(f"not finite where {name.removesuffix('_N')} is {value}")
         return "log-ratios to ±1000"
 
     def empty(self) -> str:
@@ -327,11 +327,11 @@ class Trial:
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
             if loss != 0 or grad.any():
-                raise Broken(f"loss {loss.item()}, greatest gradient {grad.abs().max().item()}")
+                raise ClauseBroken(f"loss {loss.item()}, greatest gradient {grad.abs().max().item()}")
         return "zero loss, zero gradient"
 
 
-class Held(TorchFunctionMode):
+class StopGradientCache(TorchFunctionMode):
     """Keeps what cuts a gradient at its first value: so a difference quotient sees a stop-gradient as autograd does.
 
     A cut is ``detach``, ``.data``, a plain number read from a tensor, or any function under ``torch.no_grad``, of a
@@ -376,5 +376,5 @@ def _same(ours: Tensor, theirs: Tensor, what: str, tolerance: float = TOLERANCE)
     scale = theirs.abs().max().clamp(min=1.0) if theirs.numel() else theirs.new_ones(())
     gap = ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0
     if not gap <= tolerance:
-        raise Broken(f"{what} differ by {gap:.3g}")
+        raise ClauseBroken(f"{what} differ by {gap:.3g}")
     return f"{what} agree to {gap:.1e}"

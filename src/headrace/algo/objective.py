@@ -26,10 +26,10 @@ from headrace.algo.base import (
     LossInputs,
     LossOutput,
     Old,
-    Part,
     Ratio,
     Reduction,
     Shares,
+    TokenFormula,
 )
 from headrace.algo.config import AlgoConfig
 from headrace.algo.metrics import by_age, kl_ref, off_policy
@@ -58,7 +58,7 @@ class Objective:
         return cls(config.loss, config.correction, config.reduction, config.old, critic, teaching)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[TokenFormula, ...]:
         """The loss and its corrections."""
         return (self.loss, *self.corrections)
 
@@ -126,7 +126,7 @@ class Objective:
         self._measure(inputs, factor_N, loss.clipped_N, metrics)
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
-    def _own(self, part: Part, inputs: LossInputs) -> LossInputs:
+    def _own(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
         """The inputs with the one column of selected tokens that is this part's."""
         if "selected" not in part.columns():
             return inputs

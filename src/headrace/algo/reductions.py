@@ -72,7 +72,7 @@ class SequenceMeanTokenSum(Section):
 
 
 # Token sums over a constant, so that no length changes a token's weight.
-class Constant(Section):
+class ConstantDivisor(Section):
     """1/S Σ_sequences (Σ_tokens x / L) with a constant L. The samples of one rollout are one sequence.
 
     Source: Liu et al. (Dr. GRPO), arXiv 2503.20783, appendix A, where L is the generation budget.
@@ -105,11 +105,11 @@ class PromptMean(Section):
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
 
 
-AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | Constant | PromptMean
+AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | ConstantDivisor | PromptMean
 ReductionConfig = Annotated[AnyReduction, Field(discriminator="kind")]
 __all__ = [
     "AnyReduction",
-    "Constant",
+    "ConstantDivisor",
     "PromptMean",
     "ReductionConfig",
     "SequenceMeanTokenMean",

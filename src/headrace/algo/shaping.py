@@ -47,7 +47,7 @@ class Overlong(Section):
 
 
 # Kimi k1.5's length reward: among answers to one prompt, shorter is better.
-class Length(Section):
+class LengthShaping(Section):
     """R + w·λ if R > threshold, else R + w·min(0, λ); λ = ½ − (|y| − shortest)/(longest − shortest) of the group.
 
     A group whose answers are all of one length is left alone. Needs lengths. Source: Kimi k1.5, arXiv 2501.12599,
@@ -77,6 +77,6 @@ class Length(Section):
         return shaped_E
 
 
-AnyShaping = Overlong | Length
+AnyShaping = Overlong | LengthShaping
 ShapingConfig = Annotated[AnyShaping, Field(discriminator="kind")]
 __all__ = ["AnyShaping", "ShapingConfig"]

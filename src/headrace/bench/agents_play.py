@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 
 MEDIAN, LONGEST = 16, 1024
 SIGMA = math.log(5.5) / 1.2815515655446004
@@ -28,7 +28,7 @@ def earned(text: str) -> float:
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
-async def play(task: Mapping[str, Any], policy: Policy) -> Episode:
+async def play(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """One answer each, the second after the first."""
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=length(draws))

@@ -22,7 +22,7 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.intake import layout
 from headrace.learner.packing import microbatches
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 from headrace.models import ModelConfig, load_model
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.types.batch import Batch
@@ -119,7 +119,7 @@ def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
     start_s = clock.now()
     mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
     weights_N = objective.weights(layout(batch, mask_N))
-    work = Work(batch=batch, mask_N=mask_N.numpy(), weights_N=weights_N, old=objective.old)
+    work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=weights_N, old=objective.old)
     for micro in microbatches(batch.lengths_S, np.arange(SAMPLES), LearnerConfig().tokens_per_microbatch):
         log_pi_M = log_pi_N[micro.places_M].requires_grad_()
         objective(work.inputs(micro, log_pi_M), weights_N[micro.places_M]).loss.backward()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headrace.bench.base import Report, Row, Target, at_least, at_most, report
-from headrace.bench.engine_peers import VLLM_CACHE_BYTES, Worker, cold_first_token_s, worker
+from headrace.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, cold_first_token_s, worker
 from headrace.clock import RealClock
 from headrace.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
@@ -77,7 +77,7 @@ QUICK = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bench:
+class _EngineBench:
     directory: Path
     threads: int
     vllm: str
@@ -97,10 +97,10 @@ class _Bench:
         directory = self.directory / name.replace(" ", "-")
         return directory if directory.exists() else make_tiny(directory, MODELS[name])
 
-    def open(self, side: str, model: Path, stack: ExitStack) -> Worker:
+    def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
         return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
 
-    def timed(self, side: Worker, order: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    def timed(self, side: PeerProcess, order: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         start_s = self.clock.now()
         answer = side.ask(order)
         return self.clock.now() - start_s, answer
@@ -112,7 +112,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        bench = _Bench(
+        bench = _EngineBench(
             directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, tell=tell
         )  # fmt: skip
         for match in QUICK if quick else MATCHES:
@@ -147,7 +147,7 @@ def order_of(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
     return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
 
 
-def _play(bench: _Bench, match: Match) -> Found:
+def _play(bench: _EngineBench, match: Match) -> Found:
     """All sides in turn, after a short order that warms them up."""
     names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
@@ -188,7 +188,7 @@ def _play(bench: _Bench, match: Match) -> Found:
     return rows, targets
 
 
-def _floor(bench: _Bench, ours: Worker) -> Found:
+def _floor(bench: _EngineBench, ours: PeerProcess) -> Found:
     """How near a decoding step of a full batch comes to what the machine's matrix products and memory allow, and how
     much of it is spent outside the model's forward pass. What the prompts take is measured apart, and not counted."""
     spec = SMALL if bench.quick else LARGE
@@ -226,7 +226,7 @@ def step_floor_s(spec: TinySpec, batch: int, context: float, able: Mapping[str, 
     return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / able["bytes_per_s"]
 
 
-def _latency(bench: _Bench, ours: Worker) -> Found:
+def _latency(bench: _EngineBench, ours: PeerProcess) -> Found:
     """From a prompt to its first token, in a process that is warm."""
     order = order_of((1,))
     ours.ask(order)
@@ -234,7 +234,7 @@ def _latency(bench: _Bench, ours: Worker) -> Found:
     return [{"what": "time to first token, warm", "median_ms": statistics.median(times_s) * 1e3}], []
 
 
-def _cold(bench: _Bench) -> Found:
+def _cold(bench: _EngineBench) -> Found:
     """From nothing to the first token."""
     order = order_of((1,))
     names = ["native"] if bench.quick else ["native", "generate", *(["vllm"] if bench.vllm else [])]
@@ -248,7 +248,9 @@ def _cold(bench: _Bench) -> Found:
     return rows, [at_most("fresh process to first token", rows[0]["median_s"], 5.0, "s")]
 
 
-def _recording(bench: _Bench, ours: Worker, what: str, base: Mapping[str, Any], more: Mapping[str, Any]) -> Found:
+def _recording(
+    bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
+) -> Found:
     """What it costs to record ``what``: sampling as ``base``, without and with ``more``, in turn."""
     lengths = (8,) * 4 if bench.quick else (128,) * 64
     off, on = order_of(lengths, **base), order_of(lengths, **base, **more)
@@ -260,7 +262,7 @@ def _recording(bench: _Bench, ours: Worker, what: str, base: Mapping[str, Any], 
     return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
 
 
-def _gaps(bench: _Bench, ours: Worker) -> Found:
+def _gaps(bench: _EngineBench, ours: PeerProcess) -> Found:
     """The gap of a commit between two steps of a full batch."""
     commits, batch = (10, 4) if bench.quick else (1000, 64)
     answer = ours.ask({**order_of((16 if bench.quick else 512,) * batch), "commits": commits})

@@ -25,7 +25,7 @@ ENGINE = "headrace.bench.engine_worker"
 _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
-class Worker:
+class PeerProcess:
     """One process; use it in a ``with`` statement of :func:`worker`."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
@@ -68,7 +68,7 @@ class Worker:
 
 
 @contextmanager
-def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[Worker]:
+def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
     """A process that measures ``side`` of ``module``; ``vllm`` is the interpreter of that side."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
@@ -84,7 +84,7 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
         )  # fmt: skip
     try:
-        yield Worker(side, process, log)
+        yield PeerProcess(side, process, log)
     finally:
         _end(process)
 

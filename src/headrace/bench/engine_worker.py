@@ -41,7 +41,7 @@ Order = dict[str, Any]
 Answer = dict[str, Any]
 
 
-class Side(Protocol):
+class EngineSide(Protocol):
     """What can be measured."""
 
     def do(self, order: Order) -> Answer:
@@ -179,7 +179,7 @@ class Fed(Native):
         return [swap.gap_s for swap in self._engine.take_swaps()]
 
 
-class Generate:
+class TransformersGenerate:
     """``generate`` of transformers; a batch lasts as long as its longest sequence."""
 
     def __init__(self, model_dir: str) -> None:
@@ -226,8 +226,8 @@ class Continuous:
         """Nothing to do."""
 
 
-SIDES: dict[str, Callable[[str], Side]] = {
-    "native": Native, "fed": Fed, "generate": Generate, "continuous": Continuous,
+SIDES: dict[str, Callable[[str], EngineSide]] = {
+    "native": Native, "fed": Fed, "generate": TransformersGenerate, "continuous": Continuous,
 }  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def _deaths() -> Row:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Read:
+class _ReaderTotals:
     """What the readers of a fleet have had."""
 
     begun: int = 0
@@ -195,9 +195,9 @@ class _Read:
 
 async def _loaded(
     engines: Sequence[Counting], sequences: int, body: Callable[[Fleet], Awaitable[None]], *, rolling: int | None = None
-) -> _Read:
+) -> _ReaderTotals:
     """``body`` while so many sequences are always on their way."""
-    fleet, read, rng = await _fleet(engines, rolling=rolling), _Read(), np.random.default_rng(0)
+    fleet, read, rng = await _fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
 
     async def reader() -> None:
         while True:

@@ -49,7 +49,7 @@ _STEP = re.compile(r"step \d+/")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
+class _RunObservations:
     """What is told of a run while it is disturbed; times are of the machine's clock, as those of its records."""
 
     kills_s: list[float] = field(default_factory=list)
@@ -76,9 +76,9 @@ def _set(*settings: str) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-async def _disturbed(arguments: Sequence[str], run_dir: Path) -> _Seen:
+async def _disturbed(arguments: Sequence[str], run_dir: Path) -> _RunObservations:
     """A run from its start until it is asked to stop; :class:`~headrace.errors.RunError` where it ends otherwise."""
-    seen, words = _Seen(), ""
+    seen, words = _RunObservations(), ""
     async with training(arguments, resume=False) as program, asyncio.TaskGroup() as group:
         reading = group.create_task(_read(program, seen))
         striking = group.create_task(_strike(program, run_dir, seen))
@@ -93,7 +93,7 @@ async def _disturbed(arguments: Sequence[str], run_dir: Path) -> _Seen:
     return seen
 
 
-async def _strike(program: asyncio.subprocess.Process, run_dir: Path, seen: _Seen) -> None:
+async def _strike(program: asyncio.subprocess.Process, run_dir: Path, seen: _RunObservations) -> None:
     """Kill engines, and ask the run to stop."""
     await seen.first_step.wait()
     await asyncio.sleep(CALM_S)
@@ -104,7 +104,7 @@ async def _strike(program: asyncio.subprocess.Process, run_dir: Path, seen: _See
         program.send_signal(signal.SIGINT)
 
 
-async def _read(program: asyncio.subprocess.Process, seen: _Seen) -> None:
+async def _read(program: asyncio.subprocess.Process, seen: _RunObservations) -> None:
     assert program.stdout is not None
     async for line in program.stdout:
         if _STEP.match(line.decode()):
@@ -114,7 +114,7 @@ async def _read(program: asyncio.subprocess.Process, seen: _Seen) -> None:
             seen.carried_over.append(int(back[1]))
 
 
-def _kill(run_dir: Path, role: str, seen: _Seen) -> None:
+def _kill(run_dir: Path, role: str, seen: _RunObservations) -> None:
     """That engine, if it is there."""
     status = read_status(run_dir)
     parts = [] if status is None else status.components
@@ -126,7 +126,7 @@ def _kill(run_dir: Path, role: str, seen: _Seen) -> None:
                 seen.kills_s.append(RealClock().now())
 
 
-def _judged(run_dir: Path, seen: _Seen) -> tuple[Row, list[Target]]:
+def _judged(run_dir: Path, seen: _RunObservations) -> tuple[Row, list[Target]]:
     with closing(open_ledger(run_dir)) as ledger:
         books = ledger.conservation()
     steps = read_steps(run_dir / METRICS_FILE)
@@ -157,7 +157,7 @@ def _judged(run_dir: Path, seen: _Seen) -> tuple[Row, list[Target]]:
     ]
 
 
-def _recovered_s(times_s: FloatArray, generated: FloatArray, seen: _Seen) -> list[float]:
+def _recovered_s(times_s: FloatArray, generated: FloatArray, seen: _RunObservations) -> list[float]:
     """For each return that is followed by :data:`SOON_S` without a kill: how long until the throughput of
     :data:`WINDOW_S` was as usual."""
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from headrace.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.bench.engine import EXPERTS, LARGE, SMALL, Found, lognormal
-from headrace.bench.engine_peers import Worker, worker
+from headrace.bench.engine_peers import PeerProcess, worker
 from headrace.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
 
@@ -78,7 +78,7 @@ HEADS = ("dense", "chunked", "tiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bench:
+class _LearnerBench:
     directory: Path
     threads: int
     sizes: Sizes
@@ -87,7 +87,7 @@ class _Bench:
     def model(self, name: str, spec: TinySpec) -> Path:
         return make_tiny(self.directory / name, spec)
 
-    def open(self, side: str, model: Path, stack: ExitStack) -> Worker:
+    def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
         return stack.enter_context(worker(side, model, self.threads, module=WORKER))
 
 
@@ -96,7 +96,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     nothing."""
     found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        bench = _Bench(
+        bench = _LearnerBench(
             directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL, tell=tell
         )  # fmt: skip
         model = bench.model("model", bench.sizes.spec)
@@ -132,7 +132,7 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
     return 6 * (sum(lengths) * matrices + sum(answers) * head + spec.num_layers * spec.hidden_size * pairs)
 
 
-def _against_padded(bench: _Bench, ours: Worker, theirs: Worker) -> Found:
+def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Found:
     sizes, spec = bench.sizes, bench.sizes.spec
     order = order_of(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt
@@ -169,7 +169,7 @@ def _against_padded(bench: _Bench, ours: Worker, theirs: Worker) -> Found:
     ]
 
 
-def _shared_prefixes(bench: _Bench, ours: Worker) -> Found:
+def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Found:
     sizes = bench.sizes
     off = order_of(sizes.spec, sizes.long_prompt, sizes.short_answers)
     on = {**off, "settings": {"share_prefixes": True}}
@@ -179,21 +179,21 @@ def _shared_prefixes(bench: _Bench, ours: Worker) -> Found:
     return [_on_off(what, rounds)], []
 
 
-def _lora(bench: _Bench, ours: Worker) -> Found:
+def _lora(bench: _LearnerBench, ours: PeerProcess) -> Found:
     sizes = bench.sizes
     full = order_of(sizes.spec, sizes.prompt, sizes.short_answers)
     rounds = _in_turn(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
     return [_on_off("LoRA of rank 16 instead of all weights", rounds)], []
 
 
-def _replay(bench: _Bench, ours: Worker) -> Found:
+def _replay(bench: _LearnerBench, ours: PeerProcess) -> Found:
     experts = bench.model("experts", EXPERTS)
     off = order_of(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
     rounds = _in_turn(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
     return [_on_off("routing replay, mixture of experts", rounds)], []
 
 
-def _head(bench: _Bench, model: Path) -> Found:
+def _head(bench: _LearnerBench, model: Path) -> Found:
     """Peak memory of log π and its gradient, beyond hidden states and head: each in a fresh process."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
@@ -220,10 +220,10 @@ def _head(bench: _Bench, model: Path) -> Found:
 
 
 def _in_turn(
-    bench: _Bench,
+    bench: _LearnerBench,
     what: str,
-    one: tuple[Worker, Order],
-    other: tuple[Worker, Order],
+    one: tuple[PeerProcess, Order],
+    other: tuple[PeerProcess, Order],
     before: Callable[[], None] = lambda: None,
 ) -> Rounds:
     """Both sides in every round, after a short step that warms them up."""

@@ -37,7 +37,7 @@ Order = dict[str, Any]
 Answer = dict[str, Any]
 
 
-class Side(Protocol):
+class LearnerSide(Protocol):
     """What can be measured."""
 
     def do(self, order: Order) -> Answer:
@@ -82,7 +82,7 @@ def memory_bytes(which: str) -> int:
     return int(lines[which].split()[0]) * 1024
 
 
-class Learner:
+class OwnLearner:
     """The learner, one for each model and settings that it is asked for; the loss is DAPO's."""
 
     def __init__(self, model_dir: str) -> None:
@@ -233,13 +233,13 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
-    from headrace.learner.head import Asked, linear_logprobs
+    from headrace.learner.head import HeadRequest, linear_logprobs
 
-    asked = Asked(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
+    asked = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
     return linear_logprobs(hidden_PD, weight_VD, None, asked)[0]
 
 
-class Head:
+class HeadAlone:
     """log π under a head and its gradients, and no model around it; for one order, in a fresh process."""
 
     def __init__(self, logprobs: Logprobs) -> None:
@@ -261,12 +261,12 @@ class Head:
         return self._clock.now() - start_s, memory_bytes("VmHWM") - before_bytes
 
 
-SIDES: dict[str, Callable[[str], Side]] = {
-    "learner": Learner,
+SIDES: dict[str, Callable[[str], LearnerSide]] = {
+    "learner": OwnLearner,
     "padded": Padded,
-    "dense": lambda model_dir: Head(_dense),
-    "chunked": lambda model_dir: Head(_chunked),
-    "tiled": lambda model_dir: Head(_tiled),
+    "dense": lambda model_dir: HeadAlone(_dense),
+    "chunked": lambda model_dir: HeadAlone(_chunked),
+    "tiled": lambda model_dir: HeadAlone(_tiled),
 }
 
 

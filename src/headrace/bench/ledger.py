@@ -19,7 +19,7 @@ from headrace.flow.ledger.opening import LEDGERS, make_ledger
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.recipes.demo import build_demo
 from headrace.session import load_config, train
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.tokens import Tokens
 
@@ -138,9 +138,9 @@ def _sampled(count: int) -> Tokens:
     )
 
 
-def _episode(index: int) -> Episode:
+def _episode(index: int) -> EpisodeGraph:
     answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
-    return Episode(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
+    return EpisodeGraph(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def _stream(number: int) -> Stream:

@@ -20,8 +20,8 @@ from headrace.clock import RealClock
 from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.observe.calibrating import calibrated, recording
-from headrace.plan import Outcome, Simulation, Workload, World
-from headrace.plan.calibration import SKIPPED, Recording
+from headrace.plan import SimulatedOutcome, Simulation, Workload, World
+from headrace.plan.calibration import SKIPPED, RunRecording
 from headrace.plan.costs import Roofline, SyncCost, TrainingRate
 from headrace.plan.spread import Lognormal, Uniform
 from headrace.plan.system import Measured
@@ -53,7 +53,7 @@ seed = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PlannedTask:
     """What is run."""
 
     name: str
@@ -97,8 +97,8 @@ def _demo(directory: Path) -> Path:
 
 
 TASKS = (
-    Task(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
-    Task(name="demo", make=_demo, slow="right", groups=64, steps=60),
+    PlannedTask(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
+    PlannedTask(name="demo", make=_demo, slow="right", groups=64, steps=60),
 )
 
 
@@ -130,7 +130,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
     return report(rows, targets)
 
 
-def _large(*, quick: bool) -> Outcome:
+def _large(*, quick: bool) -> SimulatedOutcome:
     world = World(
         flow=FlowConfig(groups_per_step=BATCH, group_size=GROUP_SIZE, max_age=2),
         steps=(GROUPS // BATCH) if not quick else 1,
@@ -152,7 +152,7 @@ def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None
     train(load_config(run_file, [*quiet, *settings]))
 
 
-def _compared(name: str, run: Recording, measured: Measured) -> tuple[Row, list[Target]]:
+def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
     """One run, and what two others said it would be."""
     flow = run.config["flow"]
     reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s

@@ -24,11 +24,11 @@ import torch
 
 from headrace.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.bench.engine import LARGE, SMALL
-from headrace.bench.engine_peers import Worker, worker
-from headrace.bench.sync_worker import DEADLINE_S, TOKEN, Plan, broadcast, tensors_of
+from headrace.bench.engine_peers import PeerProcess, worker
+from headrace.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
 from headrace.clock import RealClock
 from headrace.environ import shared_memory_root
-from headrace.groups import Group, meet
+from headrace.groups import ProcessGroup, meet
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.sync.codecs import CODECS
 from headrace.sync.config import Route
@@ -74,7 +74,7 @@ QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, crossed=True),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Bench:
+class _SyncBench:
     directory: Path
     tell: Callable[[str], None]
     clock: RealClock
@@ -82,7 +82,7 @@ class _Bench:
     threads: int
 
     @contextmanager
-    def learner(self, plan: Plan) -> Iterator[Worker]:
+    def learner(self, plan: SyncPlan) -> Iterator[PeerProcess]:
         path = self.directory / "plan.json"
         path.write_bytes(msgspec.json.encode(plan))
         with worker("learner", path, self.threads, module=WORKER) as opened:
@@ -95,7 +95,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     targets: list[Target] = []
     torch.set_num_threads(threads or 1)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        bench = _Bench(
+        bench = _SyncBench(
             directory=Path(scratch), tell=tell, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
         for size in QUICK if quick else FULL:
@@ -105,7 +105,7 @@ def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: b
     return report(rows, targets)
 
 
-def plan_of(spec: TinySpec) -> Plan:
+def plan_of(spec: TinySpec) -> SyncPlan:
     """The weights of a Qwen3 of that size, in bfloat16."""
     kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed": (len(spec.vocab) + 3, spec.hidden_size)}
@@ -115,19 +115,19 @@ def plan_of(spec: TinySpec) -> Plan:
         shapes |= {f"{layer}.{name}": (spec.intermediate_size, spec.hidden_size) for name in ("gate", "up")}
         shapes[f"{layer}.down"] = (spec.hidden_size, spec.intermediate_size)
         shapes |= {f"{layer}.{name}": (spec.hidden_size,) for name in ("norm_1", "norm_2")}
-    return Plan(shapes=shapes, dtype="bfloat16")
+    return SyncPlan(shapes=shapes, dtype="bfloat16")
 
 
-def adapters_of(plan: Plan) -> Plan:
+def adapters_of(plan: SyncPlan) -> SyncPlan:
     """Adapters of rank 8 of all its matrices but the embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in plan.shapes.items():
         if len(shape) == 2 and name != "embed":
             shapes |= {f"{name}.lora_A": (RANK, shape[1]), f"{name}.lora_B": (shape[0], RANK)}
-    return Plan(shapes=shapes, dtype=plan.dtype)
+    return SyncPlan(shapes=shapes, dtype=plan.dtype)
 
 
-def _every_way(bench: _Bench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _every_way(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
@@ -147,7 +147,7 @@ def _every_way(bench: _Bench, size: Size, rows: list[Row], targets: list[Target]
     ]
 
 
-def _one_way(bench: _Bench, learner: Worker, plan: Plan, way: tuple[str, str, int]) -> Row:
+def _one_way(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, way: tuple[str, str, int]) -> Row:
     """Medians over the versions after the first two, which take the memory."""
     transport, codec, rounds = way
     with ExitStack() as stack:
@@ -165,7 +165,7 @@ def _one_way(bench: _Bench, learner: Worker, plan: Plan, way: tuple[str, str, in
     return row | {"commit_p50_s": statistics.median(commits_s), "commit_p99_s": float(np.quantile(commits_s, 0.99))}
 
 
-def _version(bench: _Bench, learner: Worker, receiver: Receiver, version: int) -> dict[str, float]:
+def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
     to = [receiver.address] if receiver.address else []
     answer = learner.ask({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -182,7 +182,7 @@ def _version(bench: _Bench, learner: Worker, receiver: Receiver, version: int) -
     }
 
 
-def _decoding(bench: _Bench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """The gaps of commits through shared memory, in an engine that decodes."""
     bench.tell(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
@@ -198,12 +198,12 @@ def _decoding(bench: _Bench, size: Size, rows: list[Row], targets: list[Target])
     targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
 
 
-def _broadcasts(bench: _Bench, rows: list[Row], targets: list[Target]) -> None:
+def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
     """Gloo between two processes: tensor by tensor, in buckets, and as one tensor that was packed before."""
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
-    for name, plan in (("adapters", Plan(shapes=shapes, dtype="bfloat16")), ("28M", plan_of(LARGE))):
+    for name, plan in (("adapters", SyncPlan(shapes=shapes, dtype="bfloat16")), ("28M", plan_of(LARGE))):
         bench.tell(f"gloo: {name}")
         with bench.learner(plan) as learner:
             peer = _Peer(bench, learner, plan, bench.directory / f"gloo-{name}")
@@ -220,10 +220,10 @@ def _broadcasts(bench: _Bench, rows: list[Row], targets: list[Target]) -> None:
 class _Peer:
     """The receiving end of the broadcasts."""
 
-    def __init__(self, bench: _Bench, learner: Worker, plan: Plan, directory: Path) -> None:
+    def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
         self._bench, self._learner, self._directory = bench, learner, directory
         self._tensors = list(tensors_of(plan).values())
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
 
     def shortest_s(self, how: str) -> float:
         """Of several, from when this side is there until it has everything."""

@@ -2,7 +2,7 @@
 
     python -m headrace.bench.sync_worker '{"side": "learner", "model": PLAN, "threads": 1}'
 
-PLAN is a JSON file with a :class:`Plan`. Orders and answers are as those of the engine's benchmark.
+PLAN is a JSON file with a :class:`SyncPlan`. Orders and answers are as those of the engine's benchmark.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.clock import RealClock
-from headrace.groups import Group, meet
+from headrace.groups import ProcessGroup, meet
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 _TIMES = 5
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What both sides have."""
 
     shapes: dict[str, tuple[int, ...]]
@@ -37,7 +37,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
 
 
-def tensors_of(plan: Plan, *, seed: int | None = None) -> dict[str, Tensor]:
+def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
     """Zeros; with ``seed``, normal numbers of a standard deviation of 0.02."""
     rng = torch.Generator().manual_seed(seed or 0)
     dtype: torch.dtype = getattr(torch, plan.dtype)
@@ -47,16 +47,16 @@ def tensors_of(plan: Plan, *, seed: int | None = None) -> dict[str, Tensor]:
     return made
 
 
-class Learner:
+class MovingLearner:
     """Its weights move a little before every publication."""
 
     def __init__(self, path: str) -> None:
         self._clock = RealClock()
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=SyncPlan)
         self._weights = tensors_of(plan, seed=1)
         self._rng = torch.Generator().manual_seed(2)
         self._publisher: Publisher | None = None
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
 
     def do(self, order: dict[str, Any]) -> dict[str, Any]:
         """Carry out one order."""
@@ -118,7 +118,7 @@ class Learner:
         return self._clock.now() - start_s
 
 
-def broadcast(group: Group, tensors: list[Tensor], how: str, *, packs: bool) -> None:
+def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bool) -> None:
     """One side of sending all tensors: ``each`` for itself, packed in ``buckets``, or as ``one`` tensor that was packed
     before."""
     flat = _block(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> None:
     """Serve orders until the input ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
-    side = Learner(spec["model"])
+    side = MovingLearner(spec["model"])
     try:
         for line in sys.stdin:
             sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")

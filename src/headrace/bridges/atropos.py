@@ -37,9 +37,9 @@ from headrace.clock import RealClock
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
 from headrace.engine.server.answering import Service
 from headrace.engine.server.app import State, make_app
-from headrace.engine.server.chat import Words
+from headrace.engine.server.chat import ServedTokenizer
 from headrace.engine.server.config import ServeSection
-from headrace.engine.server.prompts import Terms
+from headrace.engine.server.prompts import PromptLimits
 from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.errors import DataError, DeadlineError, RunError
 from headrace.models import context_length
@@ -89,7 +89,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class AtroposGroup:
     """Answers to one question."""
 
     sequences: list[Tokens]
@@ -169,8 +169,8 @@ async def serving(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
         service = Service(
             engine=cast("Engine", recorder),
-            words=Words(tokenizer, stop_ids(path, tokenizer.eos_token_id)),
-            terms=Terms(
+            words=ServedTokenizer(tokenizer, stop_ids(path, tokenizer.eos_token_id)),
+            terms=PromptLimits(
                 model=name, max_context=config.engine.max_context or context_length(path), limits=ServeSection()
             ),
             clock=RealClock(),
@@ -205,7 +205,7 @@ class Queue:
         self._answers = answers
         self._timeout_s = timeout_s
 
-    async def batches(self) -> AsyncIterator[list[Group]]:
+    async def batches(self) -> AsyncIterator[list[AtroposGroup]]:
         """Batch after batch, without end. Sequences of which nothing was sampled here are left out, and counted.
 
         Raises :class:`~headrace.errors.DeadlineError` where none comes within the queue's ``timeout_s``.
@@ -243,8 +243,8 @@ class Queue:
     async def _asked(self) -> list[_Scored]:
         return read_batch(await self.ask("GET", "/batch"))
 
-    def _group(self, scored: _Scored) -> Group:
-        group = Group(sequences=[], scores=[])
+    def _group(self, scored: _Scored) -> AtroposGroup:
+        group = AtroposGroup(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)
             if not tokens.sampled_T.any():

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from headrace.env.interface import Env
-from headrace.env.policy import Policy
+from headrace.env.policy import EpisodePolicy
 from headrace.errors import EpisodeError
 
-Found = Callable[[], Env] | Callable[[Mapping[str, Any], Policy], Awaitable[Any]]
+Found = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
 """What makes an environment for every episode, or an ``async def rollout(task, policy)``."""
 Make = Callable[[str, dict[str, Any]], Found]
 """``make(what, options)``: every bridge has one."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace.bridges.base import Found
 from headrace.env.interface import as_messages
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.env.program import find_program
 from headrace.errors import BudgetSpent, EnvError
 from headrace.types.chat import Message, Tool, ToolCall
@@ -36,7 +36,7 @@ def make(what: str, options: dict[str, Any]) -> Found:
     if "://" not in what:
         find_program(shlex.split(what))
 
-    async def rollout(task: Mapping[str, Any], policy: Policy) -> Episode:
+    async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         said = [Message(role="system", content=system)] if system else []
         said += as_messages(task["prompt"])
         async with connected(what, timeout_s) as tools:
@@ -46,7 +46,7 @@ def make(what: str, options: dict[str, Any]) -> Found:
     return rollout
 
 
-async def _until_it_answers(said: list[Message], tools: Tools, policy: Policy) -> None:
+async def _until_it_answers(said: list[Message], tools: Tools, policy: EpisodePolicy) -> None:
     """Ask, and call what is asked for; a budget that is spent ends that, too."""
     answered = False
     while True:

@@ -33,10 +33,10 @@ def make(what: str, options: dict[str, Any]) -> Found:
     if strange:
         raise EnvError(f"env.options.{min(strange)} is unknown", remedy=f"known are {', '.join(_KNOWN)}")
     client = partial(GenericEnvClient, base_url=what, message_timeout_s=float(options.get("timeout_s", 60.0)))
-    return partial(Session, client, {**_KNOWN, **options})
+    return partial(OpenEnvSession, client, {**_KNOWN, **options})
 
 
-class Session(Env):
+class OpenEnvSession(Env):
     """One session of the server."""
 
     def __init__(self, make_client: Callable[[], Any], options: Mapping[str, Any]) -> None:

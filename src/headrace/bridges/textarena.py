@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.bridges.base import Found, OwnDraws, number_of
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.errors import BudgetSpent
 from headrace.types.chat import Message
 
@@ -24,18 +24,18 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
     players = int(options.pop("players", 1))
 
-    def begin(number: int) -> Table:
-        return Table(lambda: _unwrapped(textarena.make(what, **options), textarena), players, number)
+    def begin(number: int) -> TextArenaGame:
+        return TextArenaGame(lambda: _unwrapped(textarena.make(what, **options), textarena), players, number)
 
     begin(0)  # what it refuses is known now
 
-    async def rollout(task: Mapping[str, Any], policy: Policy) -> Episode:
+    async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         return await play(await asyncio.to_thread(begin, number_of(task)), policy)
 
     return rollout
 
 
-class Table:
+class TextArenaGame:
     """One game under way."""
 
     def __init__(self, make_game: Callable[[], Any], players: int, number: int) -> None:
@@ -65,7 +65,7 @@ class Table:
         return [float((rewards or {}).get(player, 0.0)) for player in range(self.players)]
 
 
-async def play(table: Table, policy: Policy) -> Episode:
+async def play(table: TextArenaGame, policy: EpisodePolicy) -> Episode:
     """The game to its end. A budget that is spent ends it with nothing earned."""
     said: dict[int, list[Message]] = defaultdict(list)
     done = False

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.bridges.base import Found, number_of
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.errors import EpisodeError
 
 _MODEL = "policy"
@@ -33,7 +33,7 @@ def make(what: str, options: dict[str, Any]) -> Found:
     environment = load_environment(resolve_env_config({**options, "taskset": taskset}))
     tasks = Tasks(environment.taskset)
 
-    async def rollout(task: Mapping[str, Any], policy: Policy) -> Episode:
+    async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         client = EvalClientConfig(
             base_url=policy.base_url,
             api_key_var=_NO_VARIABLE,

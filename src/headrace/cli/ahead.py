@@ -38,7 +38,7 @@ def plan_line(prepared: Prepared) -> str:
     from headrace.plan import Cluster, ClusterFile, make_site
     from headrace.plan.planning import usual_workload
     from headrace.plan.search import Search
-    from headrace.plan.spread import Recorded
+    from headrace.plan.spread import RecordedSpread
     from headrace.plan.words import verdict_line
 
     config, devices = prepared.config, prepared.devices
@@ -54,7 +54,7 @@ def plan_line(prepared: Prepared) -> str:
             cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
         asked = asked_of(config)
         prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
-        workload = usual_workload(asked).model_copy(update={"prompt_tokens": Recorded(values=prompts)})
+        workload = usual_workload(asked).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
         site = make_site(asked, ClusterFile(cluster=cluster, workload=workload))
         return verdict_line(Search(site=site, clock=RealClock(), seed=0, fixed=engines).glance(), bound)
     except HeadraceError as error:

@@ -11,7 +11,7 @@ from headrace.cli.output import console, print_json, readable, resumable, starti
 from headrace.cli.train import SET_HELP
 
 if TYPE_CHECKING:
-    from headrace.compare import Comparison
+    from headrace.compare import RecipeComparison
 
 
 WIDTH = 156
@@ -43,7 +43,7 @@ def compare(
     """
     starting("loading what a comparison needs")
     from headrace.clock import RealClock
-    from headrace.compare import Terms
+    from headrace.compare import ComparisonConfig
     from headrace.compare import compare as run
     from headrace.compare.writing import report_of, write
     from headrace.recipes.systems import recipes as known
@@ -51,7 +51,7 @@ def compare(
 
     target = directory.resolve() if directory else choose_directory("", RealClock(), prefix="compare-")
     names = recipes or list(known())
-    terms = Terms(
+    terms = ComparisonConfig(
         recipes=names, directory=target, run_file=run_file, steps=steps, seed=seed, overrides=tuple(overrides)
     )  # fmt: skip
     progress = console(stderr=as_json)
@@ -66,7 +66,7 @@ def compare(
         raise typer.Exit(130 if made.stopped else 1)
 
 
-def _show(made: Comparison) -> None:
+def _show(made: RecipeComparison) -> None:
     from headrace.compare.tables import COLUMNS, cells, failures
 
     out = console()

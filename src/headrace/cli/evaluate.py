@@ -11,7 +11,7 @@ from headrace.cli.output import VISIBLE, console, print_json, readable, starting
 from headrace.cli.train import SET_HELP
 
 if TYPE_CHECKING:
-    from headrace.control.estimates import Estimate
+    from headrace.control.estimates import IntervalEstimate
     from headrace.session import Evaluation
 
 
@@ -87,7 +87,7 @@ def _show(result: Evaluation) -> None:
     out.print(f"pages    {readable(result.directory)}/index.html")
 
 
-def _interval(estimate: Estimate) -> str:
+def _interval(estimate: IntervalEstimate) -> str:
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"

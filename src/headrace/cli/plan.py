@@ -10,7 +10,7 @@ import typer
 from headrace.cli.output import console, print_json, starting
 
 if TYPE_CHECKING:
-    from headrace.plan import Asked, Found
+    from headrace.plan import SearchResult, SizingRequest
     from headrace.session.config import RunConfig
     from headrace.types.observation import Account
 
@@ -64,7 +64,7 @@ def plan(
         out.print(line)
 
 
-def _tree(found: Found) -> dict[str, Any]:
+def _tree(found: SearchResult) -> dict[str, Any]:
     """The plan, for programs."""
     from headrace.plan.search import row_of
     from headrace.plan.words import in_words
@@ -87,13 +87,13 @@ def bound(account: Account) -> str:
     return str(bound_of(account))
 
 
-def asked_of(config: RunConfig) -> Asked:
+def asked_of(config: RunConfig) -> SizingRequest:
     """What a plan looks at of a run file."""
     from headrace.learner.companions.fit import columns_of
-    from headrace.plan import Asked
+    from headrace.plan import SizingRequest
     from headrace.plan.catalogue import model
 
-    return Asked(
+    return SizingRequest(
         shape=model(config.model.path),
         model=config.model,
         engine=config.engine,

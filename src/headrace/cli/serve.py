@@ -13,7 +13,7 @@ from headrace.models.hub import is_hub_name, local_directory
 
 if TYPE_CHECKING:
     from headrace.engine.server.config import ServeConfig
-    from headrace.engine.server.run import Events, Loaded
+    from headrace.engine.server.run import Loaded, ServerEvents
     from headrace.models import ModelConfig
 
 TOKEN_VARIABLE = "HEADRACE_SERVE_TOKEN"
@@ -71,9 +71,9 @@ def serve(
         )
 
 
-def _events(config: ServeConfig, *, with_token: bool) -> Events:
+def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
     """What the server says of itself, as lines for people."""
-    from headrace.engine.server.run import Events
+    from headrace.engine.server.run import ServerEvents
 
     out = console()
 
@@ -88,7 +88,7 @@ def _events(config: ServeConfig, *, with_token: bool) -> Events:
             seconds = f"{config.serve.grace_s:g} s"
             out.print(f"ending     {num_open} open requests have {seconds} to finish; Ctrl-C again cuts them")
 
-    return Events(listening=listening, serving=serving, ending=ending)
+    return ServerEvents(listening=listening, serving=serving, ending=ending)
 
 
 def _token(given: str, file: Path | None) -> str:

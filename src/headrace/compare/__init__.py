@@ -6,7 +6,7 @@ run file (or the demo), without what recipes decide
     └── ...                       ─┘
 """
 
-from headrace.compare.rows import Row, row_of
-from headrace.compare.running import Comparison, Terms, compare
+from headrace.compare.rows import RecipeRow, row_of
+from headrace.compare.running import ComparisonConfig, RecipeComparison, compare
 
-__all__ = ["Comparison", "Row", "Terms", "compare", "row_of"]
+__all__ = ["ComparisonConfig", "RecipeComparison", "RecipeRow", "compare", "row_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.compare.rows import Row
+from headrace.compare.rows import RecipeRow
 from headrace.observe.pictures import LIGHT, Theme, render
 
 if TYPE_CHECKING:
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 HEAD_IN, ROW_IN = 1.6, 0.34
 """Inches for the titles, and for each recipe."""
 
-Values = Callable[[Row], float | None]
+Values = Callable[[RecipeRow], float | None]
 
 
-def compare_png(rows: Sequence[Row]) -> bytes:
+def compare_png(rows: Sequence[RecipeRow]) -> bytes:
     """The picture of all rows that have figures, the first on top."""
     shown = [row for row in rows if row.status != "failed"]
     return render(_draw, shown, LIGHT, HEAD_IN + ROW_IN * max(4, len(shown)))
 
 
-def _draw(figure: Figure, rows: Sequence[Row], theme: Theme) -> None:
+def _draw(figure: Figure, rows: Sequence[RecipeRow], theme: Theme) -> None:
     panels = figure.subplots(1, 4, sharey=True, width_ratios=(3, 2.4, 2, 2))
     speed, idle, age, gain = panels
     speeds: dict[str, tuple[Values, str]] = {
@@ -47,7 +47,7 @@ def _draw(figure: Figure, rows: Sequence[Row], theme: Theme) -> None:
 
 
 def _bars(
-    axes: Any, rows: Sequence[Row], series: dict[str, tuple[Values, str]], title: str, *, beside: bool = True
+    axes: Any, rows: Sequence[RecipeRow], series: dict[str, tuple[Values, str]], title: str, *, beside: bool = True
 ) -> None:
     """One bar for each of ``series`` and row: beside each other, or the second in the first."""
     height = 0.8 / len(series) if beside else 0.8

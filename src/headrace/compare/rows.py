@@ -15,7 +15,7 @@ from headrace.observe.metrics import over_run
 from headrace.observe.rundata import RunData, load_run
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     """What one recipe came to. ``None``: there is nothing to tell it from."""
 
     recipe: str
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
 
 
-def row_of(recipe: str, run_dir: Path) -> Row:
+def row_of(recipe: str, run_dir: Path) -> RecipeRow:
     """The row of the run in ``run_dir``. Raises :class:`~headrace.errors.DataError` where there is none."""
     run = load_run(run_dir)
     told, sums = run.figures, over_run(run.session)
@@ -77,7 +77,7 @@ def row_of(recipe: str, run_dir: Path) -> Row:
     wasted = dict(last.wasted_tokens) if last is not None else {}
     generated = last.generated_tokens if last is not None else 0
     resumed = len(run.session) < len(run.steps)
-    return Row(
+    return RecipeRow(
         recipe=recipe,
         status=str(told.get("status", "stopped")),
         cause=str(told.get("cause", "")),

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.compare.rows import Row, decided, row_of
+from headrace.compare.rows import RecipeRow, decided, row_of
 from headrace.config import leaves
 from headrace.errors import ConfigError, HeadraceError
 from headrace.flow.ledger.opening import has_ledger
@@ -29,7 +29,7 @@ that were filled in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ComparisonConfig:
     """What is compared, on what."""
 
     recipes: Sequence[str]
@@ -48,23 +48,23 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RecipeComparison:
     """What came of it."""
 
     directory: Path
     base: str
     """What was trained on what."""
-    rows: tuple[Row, ...]
+    rows: tuple[RecipeRow, ...]
     """In the order in which they were asked for."""
     stopped: bool
     """Whether the last of them was stopped, and others were not begun."""
 
 
 def compare(
-    terms: Terms,
+    terms: ComparisonConfig,
     tell: Callable[[str], None] = lambda _: None,
-    each: Callable[[Comparison], None] = lambda _: None,
-) -> Comparison:
+    each: Callable[[RecipeComparison], None] = lambda _: None,
+) -> RecipeComparison:
     """Run every recipe, or take what it came to from its directory; ``each`` is told the comparison so far after every
     one. A recipe whose run fails has a row that says why, and the others are run.
 
@@ -80,7 +80,7 @@ def compare(
     if terms.run_file is None and not (_demo(terms) / "model" / "config.json").exists():
         tell("the demo's model is made; the supervised phase takes about 20 s")
         build_demo(_demo(terms), seed=terms.seed or 0)
-    made = Comparison(directory=terms.directory, base=base, rows=(), stopped=False)
+    made = RecipeComparison(directory=terms.directory, base=base, rows=(), stopped=False)
     for place, name in enumerate(names, start=1):
         row = _row(name, configs[name], partial(_tell, tell, f"{place}/{len(names)} {name}"))
         made = replace(made, rows=(*made.rows, row), stopped=row.status == "stopped")
@@ -94,11 +94,11 @@ def _tell(tell: Callable[[str], None], where: str, words: str) -> None:
     tell(f"{where}: {words}")
 
 
-def _demo(terms: Terms) -> Path:
+def _demo(terms: ComparisonConfig) -> Path:
     return terms.directory / "demo"
 
 
-def _base(terms: Terms) -> tuple[dict[str, Any], str]:
+def _base(terms: ComparisonConfig) -> tuple[dict[str, Any], str]:
     """The settings that all have, and what they are in words."""
     refused = [text for text in terms.overrides if text.partition("=")[0].strip() in _OWN]
     if refused:
@@ -117,7 +117,7 @@ def _base(terms: Terms) -> tuple[dict[str, Any], str]:
     return tree, "the demo"
 
 
-def _config(terms: Terms, tree: Mapping[str, Any], name: str) -> RunConfig:
+def _config(terms: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
     """The run of one recipe."""
     budget = {"run.steps": terms.steps, "run.seed": terms.seed}
     own = [
@@ -151,7 +151,7 @@ def _refuse_other_run(run_dir: Path, config: RunConfig) -> None:
             )
 
 
-def _row(name: str, config: RunConfig, tell: Callable[[str], None]) -> Row:
+def _row(name: str, config: RunConfig, tell: Callable[[str], None]) -> RecipeRow:
     run_dir = Path(config.run.dir)
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":
@@ -161,7 +161,7 @@ def _row(name: str, config: RunConfig, tell: Callable[[str], None]) -> Row:
     try:
         train(config, resume=has_ledger(run_dir))
     except HeadraceError as error:
-        return Row(
+        return RecipeRow(
             recipe=name,
             status="failed",
             cause=error.problem.partition("\n")[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.compare.rows import Row
+from headrace.compare.rows import RecipeRow
 from headrace.observe.words import number
 
 
@@ -20,7 +20,7 @@ def _kilobytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e3:,.0f}"
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Callable[[RecipeRow], str]] = {
     "recipe": lambda row: row.recipe + ("*" if row.resumed else ""),
     "held-out": lambda row: f"{number(row.eval_before, 2)} → {number(row.eval_after, 2)}",
     "gain/min": lambda row: _signed(row.gain_per_minute),
@@ -52,17 +52,17 @@ SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "los
 """What the recipes decide, as the second table has it."""
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
+def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
     """The rows that have figures."""
     return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
 
 
-def failures(rows: Sequence[Row]) -> list[str]:
+def failures(rows: Sequence[RecipeRow]) -> list[str]:
     """A line for each that has none."""
     return [f"{row.recipe} failed: {row.cause}" for row in rows if row.status == "failed"]
 
 
-def markdown(base: str, rows: Sequence[Row]) -> str:
+def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
     """Both tables, and what the columns mean."""
     settings = [[row.recipe, *(row.settings.get(name, "–") for name in SETTINGS)] for row in rows]
     steps = max((row.steps for row in rows), default=0)

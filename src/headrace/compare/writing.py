@@ -6,18 +6,18 @@ import msgspec
 
 from headrace.bench.base import Report, report
 from headrace.compare.picture import compare_png
-from headrace.compare.running import Comparison
+from headrace.compare.running import RecipeComparison
 from headrace.compare.tables import markdown
 from headrace.errors import RunError
 from headrace.session.directory import write_json
 
 
-def report_of(made: Comparison) -> Report:
+def report_of(made: RecipeComparison) -> Report:
     """The rows with the machine they were measured on."""
     return report([msgspec.to_builtins(row) for row in made.rows], [])
 
 
-def write(made: Comparison) -> None:
+def write(made: RecipeComparison) -> None:
     """``compare.json``, ``compare.md`` and ``compare.png``. Raises :class:`~headrace.errors.RunError` where they cannot
     be written."""
     try:

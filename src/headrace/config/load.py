@@ -136,7 +136,7 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _KeyLocation:
     name: str
     """As a run file writes it."""
     models: list[type[pydantic.BaseModel]]
@@ -145,7 +145,7 @@ class _Place:
     """Its annotation."""
 
 
-def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _Place:
+def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _KeyLocation:
     """The place of an error. A union's tag stands in a location too: it chooses among the sections; so do the names of
     a union's forms, which choose among nothing. Neither is a part of the name."""
     name, form = "", cast(Any, kind)
@@ -165,7 +165,7 @@ def _locate(kind: type[Section], location: tuple[int | str, ...]) -> _Place:
         elif get_origin(form) is dict:
             name += f".{part}"
             form = get_args(form)[1]
-    return _Place(name=name, models=here, form=form)
+    return _KeyLocation(name=name, models=here, form=form)
 
 
 def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:

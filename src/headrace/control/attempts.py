@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.metrics import as_label
 from headrace.types.trace import Span
 
@@ -21,7 +21,7 @@ class Attempts:
         self._env_column = env_column
         self._envs: dict[int, str] = {}
         """Of groups whose tasks name one."""
-        self._ended: list[tuple[Episode, float, float]] = []
+        self._ended: list[tuple[EpisodeGraph, float, float]] = []
         """Of which no span has been told."""
 
     def begin(self, number: int, row: Mapping[str, Any]) -> None:
@@ -30,7 +30,7 @@ class Attempts:
         if named is not None:
             self._envs[number] = as_label(str(named))
 
-    def ended(self, episode: Episode, start_s: float, end_s: float) -> None:
+    def ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
         """An episode has come to its end."""
         episode.ended_s = end_s
         self._ended.append((episode, start_s, end_s))

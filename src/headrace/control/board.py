@@ -50,7 +50,7 @@ class _Ask:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
+class _LoopRow:
     contract: LoopContract
     what: str
     since: float
@@ -59,13 +59,13 @@ class _Row:
     """What tasks of the loop have asked of others and not got yet, oldest first."""
 
 
-class Board:
+class ActivityBoard:
     """The table of loops, kept by the loops themselves."""
 
     def __init__(self, contracts: tuple[LoopContract, ...], clock: Clock) -> None:
         self._clock = clock
         self._rows = {
-            contract.name: _Row(contract=contract, what="not started", since=clock.now()) for contract in contracts
+            contract.name: _LoopRow(contract=contract, what="not started", since=clock.now()) for contract in contracts
         }
         self._moved_at = clock.now()
         self._ask_numbers = count()

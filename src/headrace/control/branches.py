@@ -16,7 +16,7 @@ from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.outcomes import labels
 from headrace.algo.config import AlgoConfig
 from headrace.algo.reductions import TokenMean
-from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeStatus
 from headrace.types.scored import Credit, ScoredGroup
 
 
@@ -63,7 +63,7 @@ def with_branches(
     return scaled
 
 
-def grown(place: int, episode: Episode) -> list[Grown]:
+def grown(place: int, episode: EpisodeGraph) -> list[Grown]:
     """The branches of an episode that carry loss."""
     turns_of: dict[tuple[int, int], list[int]] = {}
     for index, turn in enumerate(episode.turns):
@@ -80,7 +80,7 @@ def grown(place: int, episode: Episode) -> list[Grown]:
     return branches
 
 
-def _scales(algo: AlgoConfig, episodes: Sequence[Episode], branches: Sequence[Grown]) -> tuple[float, float]:
+def _scales(algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[Grown]) -> tuple[float, float]:
     """What makes each stream's loss its own, under the denominator of both."""
     trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
     if not isinstance(algo.reduction, TokenMean):  # sums over sequences, a branch being one

@@ -43,7 +43,7 @@ class RunSection(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ControlSettings:
     """All that a controller is told beside its parts."""
 
     run: RunSection

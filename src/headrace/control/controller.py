@@ -24,13 +24,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from headrace.control.attempts import Attempts
-from headrace.control.board import Board
-from headrace.control.config import Settings
+from headrace.control.board import ActivityBoard
+from headrace.control.config import ControlSettings
 from headrace.control.evaluation import Evaluator
 from headrace.control.loops import LearningLoop, RolloutLoop, ScoringLoop, SyncLoop
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.observer import Observers
-from headrace.control.parts import Parts
+from headrace.control.parts import Components
 from headrace.control.probe import measure_mismatch, refuse_unexplained
 from headrace.control.recording import live_state
 from headrace.control.recovery import StartingPoint, restore_flow
@@ -54,8 +54,8 @@ class Controller:
 
     def __init__(
         self,
-        parts: Parts,
-        settings: Settings,
+        parts: Components,
+        settings: ControlSettings,
         *,
         ledger: Ledger,
         writer: LedgerWriter,
@@ -68,7 +68,7 @@ class Controller:
             parts=parts,
             run=run,
             flow=Flow(flow, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row),
-            board=Board(contracts, parts.clock),
+            board=ActivityBoard(contracts, parts.clock),
             observers=observers,
             started_s=parts.clock.now(),
             attempts=Attempts(settings.env_column),

@@ -18,17 +18,17 @@ from headrace.algo.config import AlgoConfig
 from headrace.control.branches import with_branches
 from headrace.control.segments import of_segments
 from headrace.errors import ConfigError
-from headrace.types.episode import Episode, role_of
+from headrace.types.episode import EpisodeGraph, role_of
 from headrace.types.scored import Credit, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class CreditShare:
     """What is compared with others and credited as one."""
 
     place: int
     """Of its episode, among those that count in a baseline."""
-    episode: Episode
+    episode: EpisodeGraph
     agent: str
     """Whose it is; empty: the whole episode's."""
     reward: float
@@ -90,12 +90,12 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
     return credits
 
 
-def shares_of(groups: Sequence[ScoredGroup]) -> list[Share]:
+def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
     """Those of every episode that counts in a baseline. Where an episode of a group says what each agent earned, one
     that does not says that all of them earned the same."""
     counted = [(episode, group) for group in groups for episode in group.counted]
     apart = {group.number for episode, group in counted if episode.agent_rewards}
-    shares: list[Share] = []
+    shares: list[CreditShare] = []
     for place, (episode, group) in enumerate(counted):
         assert episode.reward is not None
         turns = _written(episode)
@@ -108,13 +108,13 @@ def shares_of(groups: Sequence[ScoredGroup]) -> list[Share]:
             by_agent[""] = turns or [len(episode.turns) - 1]  # the last one stands for them
             rewards = {"": episode.reward}
         shares += [
-            Share(place=place, episode=episode, agent=agent, reward=reward, turns=tuple(by_agent.get(agent, ())))
+            CreditShare(place=place, episode=episode, agent=agent, reward=reward, turns=tuple(by_agent.get(agent, ())))
             for agent, reward in rewards.items()
         ]
     return shares
 
 
-def _parts_EK(episodes: Sequence[Episode]) -> Floats | None:
+def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
     """The components of the rewards; ``None`` where there are none to tell apart."""
     names = [list(episode.parts) for episode in episodes]
     if not names or not names[0] or any(each != names[0] for each in names):
@@ -122,7 +122,7 @@ def _parts_EK(episodes: Sequence[Episode]) -> Floats | None:
     return np.array([list(episode.parts.values()) for episode in episodes], np.float64)
 
 
-def _of_turns(algo: AlgoConfig, shares: Sequence[Share], scores: Outcomes) -> list[dict[int, float]]:
+def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
     """A row for each turn of a share: it earned what it is said to have earned, and the last one what is left of the
     share's (shaped) reward. Its state is what was given to the policy before it."""
     shaped_E = algo.shaped(scores).rewards_E
@@ -147,13 +147,13 @@ def _of_turns(algo: AlgoConfig, shares: Sequence[Share], scores: Outcomes) -> li
     return [{turn: float(next(numbers)) for turn in share.turns} for share in shares]
 
 
-def _written(episode: Episode) -> list[int]:
+def _written(episode: EpisodeGraph) -> list[int]:
     """The turns that the policy under training wrote, those of branches aside."""
     own = [index for index, turn in enumerate(episode.turns) if not turn.untrained and turn.branch is None]
     return [index for index in own if episode.turns[index].tokens.sampled_T.any()]
 
 
-def _state(episode: Episode, index: int, place: int) -> object:
+def _state(episode: EpisodeGraph, index: int, place: int) -> object:
     """What was observed before a turn: the tokens that were given between it and the turn before it. Where none were,
     its place among the turns."""
     given: list[bytes] = []

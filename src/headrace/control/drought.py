@@ -12,7 +12,7 @@ from headrace.flow.filters import FilterSection
 
 
 @dataclass(slots=True, kw_only=True)
-class Drought:
+class ZeroSignalCounter:
     """What was dropped since the last group that was kept."""
 
     most: int

@@ -17,7 +17,7 @@ CERTAINTY = 0.95
 _Z = NormalDist().inv_cdf((1 + CERTAINTY) / 2)
 
 
-class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """A figure and where it may really lie."""
 
     value: float
@@ -47,7 +47,7 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
     return math.comb(num_passed, k) / math.comb(num_attempts, k)
 
 
-def mean_of(tasks: Sequence[float]) -> Estimate:
+def mean_of(tasks: Sequence[float]) -> IntervalEstimate:
     """The mean over tasks, with an interval from how much they differ.
 
     >>> mean_of([1.0, 2.0, 3.0])
@@ -55,12 +55,12 @@ def mean_of(tasks: Sequence[float]) -> Estimate:
     """
     value = fmean(tasks)
     if len(tasks) == 1:
-        return Estimate(value=value, low=None, high=None)
+        return IntervalEstimate(value=value, low=None, high=None)
     half = _Z * math.sqrt(variance(tasks) / len(tasks))
-    return Estimate(value=value, low=value - half, high=value + half)
+    return IntervalEstimate(value=value, low=value - half, high=value + half)
 
 
-def share_of(tasks: Sequence[float]) -> Estimate:
+def share_of(tasks: Sequence[float]) -> IntervalEstimate:
     """The same for figures between 0 and 1: Wilson's interval (1927), which stays there, for as many tasks as the
     spread is worth (Korn and Graubard 1998). Where all tasks agree they are worth their number.
 
@@ -69,11 +69,11 @@ def share_of(tasks: Sequence[float]) -> Estimate:
     """
     value, count = fmean(tasks), float(len(tasks))
     if len(tasks) == 1:
-        return Estimate(value=value, low=None, high=None)
+        return IntervalEstimate(value=value, low=None, high=None)
     spread = variance(tasks) / count
     if spread > 0 and 0 < value < 1:
         count = value * (1 - value) / spread
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * math.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
     low = 0.0 if value == 0 else max(0.0, middle - half)  # which it is there, but for rounding
-    return Estimate(value=value, low=low, high=1.0 if value == 1 else min(1.0, middle + half))
+    return IntervalEstimate(value=value, low=low, high=1.0 if value == 1 else min(1.0, middle + half))

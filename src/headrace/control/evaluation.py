@@ -23,19 +23,19 @@ from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
 from headrace.rollout.runner import remedy_of
 from headrace.scoring import Graded, ScoringContext
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.types.messages.scorer import TrainerState
 from headrace.types.tokens import IntColumn
 
 MAX_AT_ONCE = 512
 """Attempts in flight: enough to keep any one engine full."""
 
-Keep = Callable[[Episode], Awaitable[None]]
+Keep = Callable[[EpisodeGraph], Awaitable[None]]
 """Told of an attempt that has been scored, or has failed; its key is the task's place and the attempt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class EvaluationListener:
     """Who hears of an evaluation while it goes on."""
 
     on_tokens: Callable[[int], None]
@@ -47,10 +47,10 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
+class _EvaluationRun:
     """One evaluation."""
 
-    told: Told
+    told: EvaluationListener
     runner: EpisodeRunner
     turns: TurnScores | None
     """Process rewards; ``None`` where there are none."""
@@ -87,10 +87,10 @@ class Evaluator:
         """The mean reward over all attempts; ``None`` where there are no held-out tasks. See :meth:`rewards`."""
         if not self._parts.eval_tasks:
             return None
-        rewards = await self.rewards(Told(on_tokens=on_tokens, warn=warn))
+        rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
         return mean_of([sum(task) / len(task) for task in rewards]).value
 
-    async def rewards(self, told: Told) -> list[list[float]]:
+    async def rewards(self, told: EvaluationListener) -> list[list[float]]:
         """The reward of every attempt, by task. One that fails counts as 0, and is warned of; :class:`EnvError` if all
         of them do."""
         parts = self._parts
@@ -102,7 +102,7 @@ class Evaluator:
                     whole, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._now()
                 )  # no entropies are there to cut by
             gate = asyncio.Semaphore(MAX_AT_ONCE)
-            trial = _Trial(told=told, runner=self._runner(told, turns), turns=turns, gate=gate)
+            trial = _EvaluationRun(told=told, runner=self._runner(told, turns), turns=turns, gate=gate)
             rows = [group.create_task(self._row(trial, row)) for row in range(len(parts.eval_tasks))]
         episodes = [row.result() for row in rows]
         failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
@@ -120,7 +120,7 @@ class Evaluator:
         failed = failures.total()
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
-    def _runner(self, told: Told, turns: TurnScores | None) -> EpisodeRunner:
+    def _runner(self, told: EvaluationListener, turns: TurnScores | None) -> EpisodeRunner:
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
@@ -143,7 +143,7 @@ class Evaluator:
             ),
         )
 
-    async def _row(self, trial: _Trial, row: int) -> list[Episode]:
+    async def _row(self, trial: _EvaluationRun, row: int) -> list[EpisodeGraph]:
         """All attempts at one task."""
         async with asyncio.TaskGroup() as group:
             attempts = [group.create_task(self._attempt(trial, row, sample)) for sample in range(self._samples)]
@@ -153,7 +153,7 @@ class Evaluator:
             await self._score(trial, left)
         return episodes
 
-    async def _attempt(self, trial: _Trial, row: int, sample: int) -> Episode:
+    async def _attempt(self, trial: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
         parts = self._parts
         async with trial.gate:
             episode = await trial.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
@@ -167,7 +167,7 @@ class Evaluator:
                 await self._score(trial, [episode])
         return episode
 
-    async def _score(self, trial: _Trial, episodes: Sequence[Episode]) -> None:
+    async def _score(self, trial: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
         ids = tuple(completion_ids(episode) for episode in episodes)
         context = ScoringContext(completion_ids=ids, trainer=self._now())
@@ -178,7 +178,7 @@ class Evaluator:
     def _now(self) -> TrainerState:
         return self._trainer(max(0, self._parts.engine.stats().version))
 
-    async def _grade(self, trial: _Trial, episode: Episode, graded: Graded) -> None:
+    async def _grade(self, trial: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
         if trial.turns is not None:
             graded = await trial.turns.add(episode, graded)
         if graded.reward is not None:  # a failure that costs the attempt is told as such
@@ -186,20 +186,20 @@ class Evaluator:
         settle(episode, graded)
         await self._keep(trial, episode)
 
-    async def _keep(self, trial: _Trial, episode: Episode) -> None:
+    async def _keep(self, trial: _EvaluationRun, episode: EpisodeGraph) -> None:
         trial.told.on_tokens(0)  # a reward is progress too
         if trial.told.keep is not None:
             await trial.told.keep(episode)
         episode.turns.clear()  # thousands of attempts need not be held until the end
 
 
-def completion_ids(episode: Episode) -> IntColumn:
+def completion_ids(episode: EpisodeGraph) -> IntColumn:
     """The tokens of the last turn that the policy wrote, as they were sampled, a stop token included."""
     turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
     return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
 
 
-def completion_text(parts: Serving, episode: Episode) -> str:
+def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
     """What the policy wrote in the last of its turns, as text; the stop token is not part of it."""
     ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:

@@ -16,7 +16,7 @@ from headrace.flow.filters import (
     rewards_of,
 )
 from headrace.rollout import Withdrawal
-from headrace.types.episode import Episode, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeStatus
 from headrace.types.scored import ScoredGroup
 from headrace.types.task import Task
 
@@ -31,7 +31,7 @@ class OpenGroup:
     """Episodes it will have."""
     first: int | None = None
     """How many that have finished are enough: the others are withdrawn then. ``None``: all of them are needed."""
-    episodes: dict[int, Episode] = field(default_factory=dict)
+    episodes: dict[int, EpisodeGraph] = field(default_factory=dict)
     """Those that have ended (or, where a group is scored as a whole, have finished), by place."""
     running: dict[int, Withdrawal] = field(default_factory=dict)
     """How to withdraw those that run, by place."""
@@ -49,11 +49,11 @@ class OpenGroup:
         return self.first is not None and self.num_finished >= self.first
 
     @property
-    def in_order(self) -> tuple[Episode, ...]:
+    def in_order(self) -> tuple[EpisodeGraph, ...]:
         """Its episodes by place."""
         return tuple(self.episodes[place] for place in sorted(self.episodes))
 
-    def finished(self, episode: Episode) -> None:
+    def finished(self, episode: EpisodeGraph) -> None:
         """An episode has come to its end. It belongs to the group unless enough did before it; the last that belongs
         sends the others away."""
         if self.has_enough:
@@ -75,13 +75,13 @@ class Closed:
     """Why it cannot be trained; empty where it can."""
     dropped_by: FilterSection | None = None
     """The filter that dropped it; ``None`` where none did."""
-    changed: tuple[Episode, ...] = ()
+    changed: tuple[EpisodeGraph, ...] = ()
     """The episodes that have another status than the one they ended with."""
 
 
 def close_group(
     number: int,
-    episodes: Sequence[Episode],
+    episodes: Sequence[EpisodeGraph],
     *,
     min_episodes: int,
     filters: Sequence[FilterSection],
@@ -99,7 +99,7 @@ def close_group(
     return Closed(group=left.group, changed=changed)
 
 
-def commonest_cause(episodes: Sequence[Episode]) -> str:
+def commonest_cause(episodes: Sequence[EpisodeGraph]) -> str:
     """The reason, without its words, that most of the failed episodes give."""
     causes = Counter(episode.cause.partition(":")[0] for episode in episodes if episode.status is EpisodeStatus.FAILED)
     return causes.most_common(1)[0][0] if causes else "too_few_episodes"

@@ -7,10 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from headrace.control.seen import Seen, Told
+from headrace.control.seen import BatchStats, EpisodeColumns
 from headrace.control.state import RunState
 from headrace.flow.filters import rewards_of
-from headrace.types.episode import Episode, Turn, role_of
+from headrace.types.episode import EpisodeGraph, Turn, role_of
 from headrace.types.metrics import as_label, quantile
 from headrace.types.tokens import IntColumn
 
@@ -25,7 +25,7 @@ TAIL = 0.9
 """The episodes after this share of a batch are its stragglers."""
 
 
-def episode_metrics(seen: Seen, envs: Sequence[str]) -> dict[str, float]:
+def episode_metrics(seen: BatchStats, envs: Sequence[str]) -> dict[str, float]:
     """Rewards, lengths and turns of a batch: over all episodes, by environment and by agent. ``envs``: one for each
     group, empty where its task names none."""
     if not seen.episodes:
@@ -38,13 +38,13 @@ def episode_metrics(seen: Seen, envs: Sequence[str]) -> dict[str, float]:
     return metrics
 
 
-def _by_env(seen: Seen, envs: Sequence[str]) -> dict[str, Told]:
-    of_env: dict[str, Told] = {}
+def _by_env(seen: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]:
+    of_env: dict[str, EpisodeColumns] = {}
     begin = 0
     for env, size in zip(envs, seen.sizes, strict=True):
         end = begin + size
         if env:
-            told = of_env.setdefault(env, Told())
+            told = of_env.setdefault(env, EpisodeColumns())
             told.lengths += seen.told.lengths[begin:end]
             told.turns += seen.told.turns[begin:end]
             told.rewards += rewards_of(seen.episodes[begin:end])
@@ -52,24 +52,24 @@ def _by_env(seen: Seen, envs: Sequence[str]) -> dict[str, Told]:
     return of_env
 
 
-def own_turns(episode: Episode) -> list[Turn]:
+def own_turns(episode: EpisodeGraph) -> list[Turn]:
     """The turns that were sampled in the episode itself, those of branches aside."""
     return [turn for turn in episode.turns if turn.stop_reason is not None and turn.branch is None]
 
 
-def own_length(episode: Episode) -> int:
+def own_length(episode: EpisodeGraph) -> int:
     """Sampled tokens of the episode itself."""
     return sum(len(turn.tokens) for turn in own_turns(episode))
 
 
-def sampled_length(episode: Episode) -> int:
+def sampled_length(episode: EpisodeGraph) -> int:
     """Sampled tokens of all its turns, those of branches included."""
     return sum(len(turn.tokens) for turn in episode.turns if turn.stop_reason is not None)
 
 
-def _by_agent(episodes: Iterable[Episode]) -> dict[str, Told]:
+def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
     """A column for each role: agents of one role are alike."""
-    of_agent: dict[str, Told] = {}
+    of_agent: dict[str, EpisodeColumns] = {}
     for episode in episodes:
         shares: dict[str, list[Turn]] = {}
         for turn in own_turns(episode):
@@ -77,13 +77,13 @@ def _by_agent(episodes: Iterable[Episode]) -> dict[str, Told]:
         for author, turns in shares.items():
             earned = [turn.reward for turn in turns if turn.reward is not None]
             reward = episode.agent_rewards.get(author, sum(earned) if earned else episode.reward)
-            share = Told(lengths=[sum(len(turn.tokens) for turn in turns)], turns=[len(turns)])
+            share = EpisodeColumns(lengths=[sum(len(turn.tokens) for turn in turns)], turns=[len(turns)])
             share.rewards = [] if reward is None else [reward]
-            of_agent.setdefault(role_of(author), Told()).add(share)
+            of_agent.setdefault(role_of(author), EpisodeColumns()).add(share)
     return of_agent
 
 
-def _over_all(told: Told) -> dict[str, float]:
+def _over_all(told: EpisodeColumns) -> dict[str, float]:
     rewards, lengths = sorted(told.rewards), sorted(told.lengths)
     metrics = {
         "length_p10": float(quantile(lengths, 0.1)),
@@ -97,11 +97,11 @@ def _over_all(told: Told) -> dict[str, float]:
     return metrics
 
 
-def _labelled(of: str, told: Mapping[str, Told]) -> dict[str, float]:
+def _labelled(of: str, told: Mapping[str, EpisodeColumns]) -> dict[str, float]:
     """The same for each label: the commonest keep their names."""
-    merged: dict[str, Told] = {}
+    merged: dict[str, EpisodeColumns] = {}
     for rank, (name, each) in enumerate(sorted(told.items(), key=lambda item: -len(item[1].lengths))):
-        merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", Told()).add(each)
+        merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", EpisodeColumns()).add(each)
     metrics: dict[str, float] = {}
     for label, some in merged.items():
         name = f"{of}/{label}"
@@ -114,7 +114,7 @@ def _labelled(of: str, told: Mapping[str, Told]) -> dict[str, float]:
     return metrics
 
 
-def group_metrics(seen: Seen) -> dict[str, float]:
+def group_metrics(seen: BatchStats) -> dict[str, float]:
     """Groups without anything to prefer in them, and how much episodes repeat themselves."""
     metrics = {"zero_variance_frac": sum(seen.equal) / len(seen.equal)} if seen.equal else {}
     episodes = seen.episodes
@@ -125,7 +125,7 @@ def group_metrics(seen: Seen) -> dict[str, float]:
     return metrics
 
 
-def _repeats(episode: Episode) -> float | None:
+def _repeats(episode: EpisodeGraph) -> float | None:
     sampled = [turn.tokens.ids_T for turn in own_turns(episode) if len(turn.tokens.ids_T) > GRAM]
     return repetition(max(sampled, key=len)[-MOST_READ:]) if sampled else None
 
@@ -162,7 +162,7 @@ def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
     return {"version_spread": float(max(ages) - min(ages)), "version_std": math.sqrt(variance), "age_p90": float(age)}
 
 
-def part_means(seen: Seen) -> dict[str, float]:
+def part_means(seen: BatchStats) -> dict[str, float]:
     """The mean of each component of the reward."""
     values: dict[str, list[float]] = {}
     for parts in seen.parts:

@@ -9,10 +9,10 @@ from pathlib import Path
 from headrace.clock import Clock
 from headrace.control.board import Standstill
 from headrace.control.teaching import Teachers
-from headrace.engine import Crew, Engine
+from headrace.engine import Engine, EngineSet
 from headrace.env import Environment
 from headrace.learner import Learner
-from headrace.rollout import UNLIMITED, Chat, Limits
+from headrace.rollout import UNLIMITED, Chat, EpisodeLimits
 from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.scoring import Scorer, TurnScorer
 from headrace.types.sampling import Sampling
@@ -42,7 +42,7 @@ class Serving:
     """Who answers under which name; those with frozen weights have engines of their own."""
     chat: Chat | None = None
     """Writes and reads the messages of the model; ``None``: the environment asks in tokens."""
-    limits: Limits = UNLIMITED
+    limits: EpisodeLimits = UNLIMITED
     """What one episode may have."""
     episode_timeout_s: float | None = None
     """How long an attempt may take; ``None``: no limit."""
@@ -63,7 +63,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts(Serving):
+class Components(Serving):
     """The parts of one run, behind their contracts: fakes, processes of this machine, or a cluster's."""
 
     learner: Learner
@@ -76,7 +76,7 @@ class Parts(Serving):
     """Where checkpoints go."""
     teachers: Teachers | None = None
     """Who is asked about answers while they are scored; ``None``: nobody."""
-    crew: Crew | None = None
+    crew: EngineSet | None = None
     """Of engines that come and go behind ``engine``; ``None``: it is there, and stays."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What becomes of running sequences when new weights are committed."""

@@ -21,12 +21,12 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
-from headrace.types.episode import Branch, Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn, Tokens
 
-Judge = Callable[[OpenGroup, Sequence[Episode]], Awaitable[None]]
+Judge = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
 """Scores attempts that have finished."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
 
@@ -41,7 +41,7 @@ FAILED = "branch_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _PivotPoint:
     """A pivot, as its episode knows it."""
 
     number: int
@@ -56,10 +56,10 @@ class _Place:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Attempt:
+class _PivotAttempt:
     """One way on."""
 
-    episode: Episode
+    episode: EpisodeGraph
     untrained: str = ""
 
 
@@ -101,7 +101,7 @@ class PivotResampler:
         """Of pivots that nothing has been learned from yet, by their groups."""
         self.trails = Trails()
 
-    async def grow(self, group: OpenGroup, episode: Episode) -> None:
+    async def grow(self, group: OpenGroup, episode: EpisodeGraph) -> None:
         """Add branches to an episode that has been scored, if it has failed; it ends with them."""
         trail = self.trails.take(episode.key)
         reward = episode.reward
@@ -120,7 +120,7 @@ class PivotResampler:
             self._hang(episode, original, place, attempts)
         self._count("recovered", sum(success for _, success in outcomes_of(episode, self._config.threshold)))
 
-    def ended(self, episode: Episode) -> None:
+    def ended(self, episode: EpisodeGraph) -> None:
         """An episode has ended, with the branches it has."""
         self.trails.take(episode.key)
         if outcomes := outcomes_of(episode, self._config.threshold):
@@ -149,7 +149,7 @@ class PivotResampler:
                 for depth, success in self._outcomes.pop(number):
                     self._chooser.learn(depth, success)
 
-    def _places(self, episode: Episode, trail: Sequence[TurnPart]) -> list[_Place]:
+    def _places(self, episode: EpisodeGraph, trail: Sequence[TurnPart]) -> list[_PivotPoint]:
         """The pivots of an episode, in its turns that carry loss."""
         turns = episode.turns
         answers: list[tuple[int, TurnPart]] = []
@@ -163,29 +163,29 @@ class PivotResampler:
         ]
         self._learn()
         rng = np.random.default_rng([self._state.run.seed, *episode.key])
-        places: list[_Place] = []
+        places: list[_PivotPoint] = []
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
             index, left = answers[pivot.answer]
             before = tuple(part for part in trail if part.turn < left.turn)
             kept = replace(left, tokens=left.tokens[: pivot.at], stop_reason=None)
             begun = (*before, kept)
-            places.append(_Place(number=number, pivot=pivot, turn=index, begun=begun, parent=left.request_id))
+            places.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=begun, parent=left.request_id))
         return places
 
-    async def _attempts(self, group: OpenGroup, episode: Episode, place: _Place) -> list[_Attempt]:
+    async def _attempts(self, group: OpenGroup, episode: EpisodeGraph, place: _PivotPoint) -> list[_PivotAttempt]:
         """What came of the branches of one pivot."""
         async with asyncio.TaskGroup() as tasks:
             made = [
                 tasks.create_task(self._attempt(group.task, episode, place, branch))
                 for branch in range(self._config.branches)
             ]
-        attempts = [_Attempt(episode=task.result()) for task in made]
+        attempts = [_PivotAttempt(episode=task.result()) for task in made]
         await self._judge(group, [one.episode for one in attempts])
         self._sort_out(episode, place, attempts)
         self._count("branches", len(attempts))
         return attempts
 
-    async def _attempt(self, task: Task, episode: Episode, place: _Place, branch: int) -> Episode:
+    async def _attempt(self, task: Task, episode: EpisodeGraph, place: _PivotPoint, branch: int) -> EpisodeGraph:
         state, parts = self._state, self._state.parts
         own, name = self._key(episode, place, branch), f"{place.number}/{branch}"
         runner = EpisodeRunner(
@@ -205,7 +205,7 @@ class PivotResampler:
         attempt.key = own
         return attempt
 
-    def _key(self, episode: Episode, place: _Place, branch: int) -> EpisodeKey:
+    def _key(self, episode: EpisodeGraph, place: _PivotPoint, branch: int) -> EpisodeKey:
         """A name for an attempt that no episode of the group has."""
         pivot = episode.key.place * self._config.per_episode + place.number
         return EpisodeKey(episode.key.group, -1 - pivot * self._config.branches - branch)
@@ -215,7 +215,7 @@ class PivotResampler:
         text = "branches are sampled from the tokens of their prefix: its cache is gone, or of other weights"
         self._state.warn(text, kind=text)
 
-    def _sort_out(self, episode: Episode, place: _Place, attempts: Sequence[_Attempt]) -> None:
+    def _sort_out(self, episode: EpisodeGraph, place: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
         """Which of them are compared with each other; of the others, why not."""
         index, at = place.turn, place.pivot.at
         for one in attempts:
@@ -233,7 +233,7 @@ class PivotResampler:
             good[0].untrained = TOO_FEW
 
     def _hang(
-        self, episode: Episode, original: Sequence[Turn], place: _Place, attempts: Sequence[_Attempt]
+        self, episode: EpisodeGraph, original: Sequence[Turn], place: _PivotPoint, attempts: Sequence[_PivotAttempt]
     ) -> None:  # fmt: skip
         """Bring the branches of one pivot into the episode's graph. Pivots behind it are there already."""
         index, at = place.turn, place.pivot.at

@@ -8,8 +8,8 @@ from itertools import cycle
 import msgspec
 import numpy as np
 
-from headrace.control.board import Board
-from headrace.control.parts import Parts
+from headrace.control.board import ActivityBoard
+from headrace.control.parts import Components
 from headrace.env import SingleTurn
 from headrace.errors import RunError
 from headrace.models.gap import Gap
@@ -55,7 +55,7 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
     )
 
 
-async def measure_mismatch(parts: Parts, board: Board, *, version: int, run_seed: int) -> Mismatch | None:
+async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
     """Sample a few short answers, of each adapter in turn; the learner computes their logprobs. ``None`` if no task
     fits the context."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)

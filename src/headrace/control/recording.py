@@ -17,7 +17,7 @@ from headrace.control.measuring import (
     straggler_s,
     wasted_tokens,
 )
-from headrace.control.seen import Seen
+from headrace.control.seen import BatchStats
 from headrace.control.state import WINDOW_S, RunState
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
@@ -30,7 +30,7 @@ class StepDone:
     """One step, as the learning loop saw it."""
 
     groups: list[ScoredGroup]
-    seen: Seen
+    seen: BatchStats
     """What their episodes come to."""
     ordered_s: float
     """When the batch was given to the learner, on the clock."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from headrace.flow.filters import compared
-from headrace.types.episode import Episode, EpisodeStatus, StopReason
+from headrace.types.episode import EpisodeGraph, EpisodeStatus, StopReason
 from headrace.types.scored import ScoredGroup
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class EpisodeColumns:
     """Some episodes, or the shares of them that one agent had: a column each."""
 
     lengths: list[int] = field(default_factory=list)
@@ -22,7 +22,7 @@ class Told:
     rewards: list[float] = field(default_factory=list)
     """Of those that have one."""
 
-    def add(self, others: Told) -> None:
+    def add(self, others: EpisodeColumns) -> None:
         """Those too."""
         self.lengths += others.lengths
         self.turns += others.turns
@@ -30,12 +30,12 @@ class Told:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class BatchStats:
     """The episodes of some groups that are trained, without their branches."""
 
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[EpisodeGraph] = field(default_factory=list)
     """Group after group."""
-    told: Told = field(default_factory=Told)
+    told: EpisodeColumns = field(default_factory=EpisodeColumns)
     sizes: list[int] = field(default_factory=list)
     """How many of the episodes each group has."""
     ends_s: list[float] = field(default_factory=list)
@@ -50,9 +50,9 @@ class Seen:
     """The components of their rewards, where there are several."""
 
 
-def look_at(groups: Iterable[ScoredGroup]) -> Seen:  # gate: nesting - a call takes longer than a look at a turn
+def look_at(groups: Iterable[ScoredGroup]) -> BatchStats:  # gate: nesting - a call takes longer than a look at a turn
     """The groups of a batch."""
-    seen = Seen()
+    seen = BatchStats()
     rewards, lengths, num_turns, authors = seen.told.rewards, seen.told.lengths, seen.told.turns, seen.authors
     scored, too_long = EpisodeStatus.SCORED, StopReason.LENGTH
     for group in groups:

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.tokens import Tokens
 
 
@@ -18,7 +18,7 @@ class Written(Protocol):
     """What is credited as one: some turns of an episode."""
 
     @property
-    def episode(self) -> Episode:
+    def episode(self) -> EpisodeGraph:
         """Whose turns."""
         ...
 

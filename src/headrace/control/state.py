@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.control.attempts import Attempts
-from headrace.control.board import Board
+from headrace.control.board import ActivityBoard
 from headrace.control.config import RunSection
 from headrace.control.observer import Observers
-from headrace.control.parts import Parts
+from headrace.control.parts import Components
 from headrace.control.rewarding import RewardBook
 from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
@@ -48,13 +48,13 @@ class Mark:
     stats: EngineStats | None = None
     """The same."""
     learner_busy_s: float = 0.0
-    """As in :class:`Tally`."""
+    """As in :class:`RunTotals`."""
     tokens_trained: int = 0
     """The same."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class RunTotals:
     """Running totals of this life of the run."""
 
     tokens_trained: int = 0
@@ -136,10 +136,10 @@ def trainer_state(state: RunState, version: int) -> TrainerState:
 class RunState:
     """One run: its parts, its settings, where its groups are, and what happened so far."""
 
-    parts: Parts
+    parts: Components
     run: RunSection
     flow: Flow
-    board: Board
+    board: ActivityBoard
     observers: Observers
     attempts: Attempts
     """What is noted of groups while they run."""
@@ -147,7 +147,7 @@ class RunState:
     """Memory and processor time of the run's processes, as last measured, under the names of metrics."""
     curriculum: Curriculum | None = None
     """Picks the rows, and wants to hear how they did; ``None`` without one."""
-    tally: Tally = field(default_factory=Tally)
+    tally: RunTotals = field(default_factory=RunTotals)
     phase: str = "starting"
     started_s: float = 0.0
     """When this life began, on the clock."""

@@ -20,7 +20,7 @@ import numpy as np
 from headrace.engine import Engine
 from headrace.errors import ComponentDied, HeadraceError
 from headrace.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 from headrace.types.task import Task
 from headrace.types.taught import Taught, TopScores
 from headrace.types.tokens import IntColumn, Tokens
@@ -49,7 +49,7 @@ class TeacherTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teacher:
+class TeacherClient:
     """One teacher."""
 
     engine: Engine
@@ -64,13 +64,13 @@ class Teacher:
 class Teachers:
     """Those of a run."""
 
-    by_name: Mapping[str, Teacher]
+    by_name: Mapping[str, TeacherClient]
     column: str
     """Of a row, that names its teacher where there are several."""
     temperature: float
     """Of the sampling."""
 
-    def of(self, task: Task) -> Teacher:
+    def of(self, task: Task) -> TeacherClient:
         """Who is asked about answers to ``task``."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
@@ -88,14 +88,14 @@ class Teaching:
         self._teachers = teachers
         self._tasks = tasks
         self._asking = asking
-        self._asked: dict[EpisodeKey, tuple[Teacher, asyncio.Task[dict[int, Taught] | str]]] = {}
+        self._asked: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, Taught] | str]]] = {}
 
-    def ask(self, task: Task, episode: Episode) -> None:
+    def ask(self, task: Task, episode: EpisodeGraph) -> None:
         """An episode has come to its end."""
         teacher = self._teachers.of(task)
         self._asked[episode.key] = teacher, self._tasks.create_task(self._lessons(teacher, task, episode))
 
-    async def add(self, episode: Episode) -> str:
+    async def add(self, episode: EpisodeGraph) -> str:
         """Give the turns of an episode what was said of them, once it is there. Why it has failed; empty where it has
         not."""
         teacher, asked = self._asked.pop(episode.key)
@@ -107,7 +107,7 @@ class Teaching:
             episode.turns[place] = replace(turn, tokens=replace(turn.tokens, taught=taught), teacher=teacher.name)
         return ""
 
-    async def _lessons(self, teacher: Teacher, task: Task, episode: Episode) -> dict[int, Taught] | str:
+    async def _lessons(self, teacher: TeacherClient, task: Task, episode: EpisodeGraph) -> dict[int, Taught] | str:
         """What is said of every turn that carries loss, or why there is no saying."""
         found: dict[int, Taught] = {}
         for leaf in episode.leaves():
@@ -129,7 +129,7 @@ class Teaching:
                     found[place] = _said(scores, slice(end - len(part), end), teacher.terms.version)
         return found
 
-    async def _patiently(self, teacher: Teacher, tokens: Tokens) -> TopScores | str:
+    async def _patiently(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
         """What the teacher says; why it does not, when it was asked as often as it may be."""
         pause_s, left = FIRST_PAUSE_S, teacher.terms.retries
         while True:
@@ -139,7 +139,7 @@ class Teaching:
             await asyncio.sleep(pause_s)
             pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
 
-    async def _once(self, teacher: Teacher, tokens: Tokens) -> tuple[TopScores | str, bool]:
+    async def _once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
         """One call; where it failed, why, and whether another may do better."""
         terms = teacher.terms
         try:
@@ -157,7 +157,7 @@ class Teaching:
             return f"teacher_error: {error.problem}", False
 
 
-def _carries_loss(episode: Episode, place: int) -> bool:
+def _carries_loss(episode: EpisodeGraph, place: int) -> bool:
     turn = episode.turns[place]
     return not turn.untrained and bool(turn.tokens.sampled_T.any())
 

@@ -14,7 +14,7 @@ from headrace.clock import off_loop
 from headrace.control.parts import Serving
 from headrace.rollout.branches import split
 from headrace.scoring import Graded, ScoringContext, TurnScorer
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.types.messages.scorer import TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
@@ -24,7 +24,7 @@ REWARD_NONE = "reward_none: the reward was None, which means that the answer doe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _TurnQuery:
     ids_T: IntColumn
     """Of the turn, by which it is known again."""
     start: int
@@ -58,7 +58,7 @@ class TurnScores:
         self._tasks = tasks
         self._asking = asking
         self._trainer = trainer
-        self._asked: dict[EpisodeKey, list[_Asked]] = {}
+        self._asked: dict[EpisodeKey, list[_TurnQuery]] = {}
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
         """A turn has been sampled after ``prompt_ids_T``."""
@@ -68,14 +68,14 @@ class TurnScores:
         for start, end in itertools.pairwise(bounds):
             history_T = np.concatenate([prompt_ids_T, ids_T[:start]])
             scoring = self._tasks.create_task(self._score(key, task, history_T, ids_T[start:end], number=len(asked)))
-            asked.append(_Asked(ids_T=ids_T, start=start, scoring=scoring))
+            asked.append(_TurnQuery(ids_T=ids_T, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
         """Nobody needs the scores of that episode any more."""
         for asked in self._asked.pop(key, ()):
             asked.scoring.cancel()
 
-    async def add(self, episode: Episode, graded: Graded) -> Graded:
+    async def add(self, episode: EpisodeGraph, graded: Graded) -> Graded:
         """What a whole episode earned, and what its turns did."""
         turns = await self._join(episode)
         both = turns.beside(graded)
@@ -86,7 +86,7 @@ class TurnScores:
             return replace(both, reward=None, failure=failed.failure)
         return replace(both, reward=graded.reward + turns.reward)
 
-    async def _join(self, episode: Episode) -> Graded:
+    async def _join(self, episode: EpisodeGraph) -> Graded:
         """Add to the turns of an episode what they earned, and say what became of its components.
 
         Turns that it does not hold any more, of an attempt that was made again for one, do not count.
@@ -137,7 +137,7 @@ def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
             turns[number] = replace(turns[number], process=reward)
 
 
-def settle(episode: Episode, graded: Graded) -> None:
+def settle(episode: EpisodeGraph, graded: Graded) -> None:
     """It is scored, or has failed. What rewards logged of it stands with the last turn that was sampled."""
     sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
     if graded.extra and sampled:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import Fork, GenerateRequest, Score
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
 from headrace.types.recorded import Routing
 from headrace.types.sampling import Sampling
 from headrace.types.taught import TopScores
@@ -30,7 +30,7 @@ class TokenChunk:
     stop_reason: StopReason | None = None
     """Set on the last chunk only."""
     request_id: int = -1
-    """Names the sequence for a later :class:`~headrace.types.messages.engine.Fork`."""
+    """Names the sequence for a later :class:`~headrace.types.messages.engine.ForkRequest`."""
     prompt_routing: Routing | None = None
     """The experts of the prompt's tokens, on the first chunk, if asked for."""
     restarted: bool = False
@@ -45,7 +45,7 @@ class RequestOptions:
     """Higher ones join first and are preempted last."""
     deadline_s: float | None = None
     """Seconds after which it ends with what it has."""
-    fork: Fork | None = None
+    fork: ForkRequest | None = None
     """Continue another sequence; the prompt is empty then."""
     pinned: bool = False
     """Stay under the weights it begins with."""
@@ -113,7 +113,7 @@ class Engine(TokenSource, Protocol):
         ...
 
 
-class Crew(Protocol):
+class EngineSet(Protocol):
     """Engines that come and go behind one :class:`Engine`: what those who bring weights have to know of them."""
 
     async def manned(self) -> None:
@@ -154,11 +154,11 @@ class EngineCore(Protocol):
         """Schedule, run one forward pass, sample; return the chunks that are due."""
         ...
 
-    def score(self, request: Score) -> FloatColumn:
+    def score(self, request: ScoreTokens) -> FloatColumn:
         """One prefill between two steps."""
         ...
 
-    def top_scores(self, request: Score) -> TopScores:
+    def top_scores(self, request: ScoreTokens) -> TopScores:
         """The same, with the likeliest entries that are asked for."""
         ...
 

@@ -6,7 +6,7 @@ from headrace.engine.base import RequestOptions, TokenChunk
 from headrace.errors import EngineFull, RequestError, SequenceFailed
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn, Tokens
 
@@ -30,9 +30,9 @@ def generate_request(
     )
 
 
-def score_request(call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> Score:
+def score_request(call: int, tokens: Tokens, temperature: float, *, top_k: int = 0, top_below: int = 0) -> ScoreTokens:
     """The record of tokens that are to be scored."""
-    return Score(
+    return ScoreTokens(
         call=call,
         ids_T=tokens.ids_T,
         temperature=temperature,

@@ -37,7 +37,7 @@ class Answering(Protocol):
         ...
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
     """What has become certain of an answer that is still being sampled."""
 
     num_prompt_tokens: int
@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """To be appended to what came before; nothing of the reasoning comes after it."""
 
 
-Hear = Callable[[Piece], None]
+Hear = Callable[[AnswerPiece], None]
 """Told of an answer while it is sampled. The pieces together are the reasoning and the content of the whole message;
 calls of tools come with the whole alone."""
 
@@ -81,7 +81,7 @@ class OpenEpisode(Answering, Protocol):
         ...
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt came to."""
 
     reward: float | None = None
@@ -100,6 +100,6 @@ class Environment(Protocol):
     asks_prompt: bool
     """Whether an episode begins with the prompt of its task, and nothing else."""
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         """One attempt. An exception fails this episode only."""
         ...

@@ -64,7 +64,7 @@ class CurriculumConfig(Section):
         return self
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one group came to."""
 
     number: int
@@ -91,7 +91,7 @@ class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
     """What a snapshot keeps of a curriculum."""
 
     rows: tuple[RowRecord, ...] = ()
-    waiting: tuple[Outcome, ...] = ()
+    waiting: tuple[GroupOutcome, ...] = ()
     """Outcomes that no pick has looked at yet."""
     next_number: int = 0
     """The first group that no row was picked for."""
@@ -151,7 +151,7 @@ class Curriculum:
         self._rate_R = np.full(num_rows, np.nan)
         self._pool_R = np.full(num_rows, _UNSEEN)
         self._wakes_R = np.zeros(num_rows, np.int64)
-        self._waiting: list[Outcome] = []
+        self._waiting: list[GroupOutcome] = []
         self._next_number = 0
         self._open: set[int] = set()
 
@@ -174,7 +174,7 @@ class Curriculum:
         self._open.discard(number)
         if rewards and row < len(self._last_R):
             solved = sum(reward > self._config.threshold for reward in rewards) / len(rewards)
-            self._waiting.append(Outcome(number=number, row=row, version=version, solved=solved))
+            self._waiting.append(GroupOutcome(number=number, row=row, version=version, solved=solved))
 
     def pools(self) -> dict[str, int]:
         """How many rows are in each pool."""

@@ -112,13 +112,13 @@ def _read_parquet(path: Path) -> list[Row]:
     return rows
 
 
-class Order:
+class RowOrder:
     """Which row a group attempts: every row once per epoch, in a new random order each time.
 
     A pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it says
     ``None``: there is no row for that group.
 
-    >>> order = Order(num_rows=3, seed=0, shuffle=False, epochs=2)
+    >>> order = RowOrder(num_rows=3, seed=0, shuffle=False, epochs=2)
     >>> [order(number) for number in range(7)]
     [0, 1, 2, 0, 1, 2, None]
     """

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from headrace.config.user_code import find_in_file, load_file
 from headrace.env.interface import Env, StepResult, as_messages
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.env.program import Program
 from headrace.env.threads import in_thread
 from headrace.env.tools import call_tools, tool_functions
@@ -20,7 +20,7 @@ from headrace.errors import BudgetSpent, ConfigError, EnvError, EpisodeError
 from headrace.types.chat import Message, Reply
 
 K = TypeVar("K")
-Rollout = Callable[[Mapping[str, Any], Policy], Awaitable[Episode]]
+Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]
 """Attempts a row."""
 
 
@@ -74,7 +74,7 @@ def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
 
 
 def _checking(found: Callable[..., Awaitable[Any]]) -> Rollout:
-    async def attempt(task: Mapping[str, Any], policy: Policy) -> Episode:
+    async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         returned = await found(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
 
@@ -85,7 +85,7 @@ _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "roll
 """By ``env.kind``."""
 
 
-async def _program(program: Program, task: Mapping[str, Any], policy: Policy) -> Episode:
+async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     told = await program.run(task, policy.variables)
     earned = told.get("agent_rewards") or {}
     if not isinstance(earned, dict):
@@ -95,7 +95,7 @@ async def _program(program: Program, task: Mapping[str, Any], policy: Policy) ->
     return Episode(reward=as_reward(told.get("reward")), agent_rewards=_as_rewards(earned))
 
 
-async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: Policy) -> Episode:
+async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """One episode of an environment: reset, then answers and steps until it is done or may have no more."""
     call = partial(_call, executor)
     env = await call(kind)
@@ -124,7 +124,7 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
     return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards)
 
 
-async def _next(policy: Policy, said: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
+async def _next(policy: EpisodePolicy, said: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
     """The next answer; ``None`` where an episode that had one may have no more: it ends with what it has earned."""
     try:
         return await policy.chat(said, tools=tools)

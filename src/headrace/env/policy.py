@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     are; several agents of one role are called ``role/0``, ``role/1``."""
 
 
-class Policy:
+class EpisodePolicy:
     """The model under training, as a rollout sees it, for one episode.
 
     Several answers may be asked for at once (``asyncio.gather``), in any number of conversations: what continues one

@@ -14,7 +14,7 @@ from headrace.types.task import Prompt, Task
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """What is needed of a Hugging Face tokenizer."""
 
     chat_template: str | None
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 
 def make_tasks(
-    rows: Sequence[Row], column: str, tokenizer: Tokenizer, *, source: str, optional: bool = False
+    rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
     """One task per row; :class:`DataError` names the row (``source`` and its number, from 1) and what is wrong. Where
     prompts are ``optional``, a row without one is a task without one: its environment finds its own words."""
@@ -47,7 +47,7 @@ def make_tasks(
     ]
 
 
-def _make_task(index: int, row: Row, column: str, tokenizer: Tokenizer, *, where: str) -> Task:
+def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, where: str) -> Task:
     if column not in row:
         raise DataError(
             f"{where}: no column {column!r} (it has: {', '.join(map(str, row))})",
@@ -83,7 +83,7 @@ def _check_prompt(prompt: Any, where: str) -> Prompt:
     raise DataError(f"{where}: the prompt is a {type(prompt).__name__}", remedy="give text, or a list of chat messages")
 
 
-def _encode_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> list[int]:
+def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, where: str) -> list[int]:
     if tokenizer.chat_template is None:
         raise DataError(
             f"{where}: chat messages, but the model's tokenizer has no chat template",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.clock import Clock
-from headrace.env.base import AS_THE_RUN, Hear, Piece
+from headrace.env.base import AS_THE_RUN, AnswerPiece, Hear
 from headrace.errors import BudgetSpent
 from headrace.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.types.episode import EpisodeKey, StopReason
@@ -156,7 +156,7 @@ class ScriptedEpisode:
         self.heard.append(messages)
         reply = self._said(self.script(self.row, tools, place))
         if hear is not None:
-            hear(Piece(num_prompt_tokens=1, content=reply.message.content))
+            hear(AnswerPiece(num_prompt_tokens=1, content=reply.message.content))
         self._answered_s = self.clock.now()
         return reply
 

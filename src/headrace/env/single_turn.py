@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.env.base import OpenEpisode, Outcome
+from headrace.env.base import AttemptOutcome, OpenEpisode
 from headrace.types.task import Task
 
 
@@ -11,6 +11,6 @@ class SingleTurn:
 
     asks_prompt = True
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         await episode.sample(task.prompt_ids_T)
-        return Outcome()
+        return AttemptOutcome()

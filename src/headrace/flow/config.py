@@ -13,7 +13,7 @@ from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
 from headrace.flow.pivots import PivotConfig
 from headrace.flow.policies import AnyPolicy, Bounded, PolicyConfig
-from headrace.flow.state import Limits
+from headrace.flow.state import FlowLimits
 
 LedgerKind = Literal["sqlite", "memory", "redis"]
 
@@ -86,9 +86,9 @@ class FlowConfig(Section):
         """How far generation may ever run ahead: ``lead``, or the bound where it is not set."""
         return self.greatest_age if self.lead is None else self.lead
 
-    def limits(self) -> Limits:
+    def limits(self) -> FlowLimits:
         """What a run begins with."""
-        return Limits(
+        return FlowLimits(
             batch_size=self.groups_per_step,
             max_age=self.age_tuning.start if self.max_age == "auto" else self.max_age,
             lead=self.lead,

@@ -24,7 +24,7 @@ from headrace.flow.ledger.base import (
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.flow.signal import Signal
 from headrace.flow.state import FlowState, GroupEntry
-from headrace.types.episode import Episode, EpisodeStatus, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.messages.controller import StepReport
 from headrace.types.scored import Learned, ScoredGroup
@@ -37,7 +37,7 @@ class Admission:
     number: int
     row: int
     """The dataset row it attempts."""
-    ended: tuple[Episode, ...] = ()
+    ended: tuple[EpisodeGraph, ...] = ()
     """Episodes that had ended before a crash: they are not asked again."""
     begun: tuple[TurnPart, ...] = ()
     """What the ledger holds of the turns of the others: they go on from there."""
@@ -123,7 +123,7 @@ class Flow:
         """Its first episode runs."""
         self._move([number], GroupState.RUNNING)
 
-    def end_episode(self, episode: Episode) -> None:
+    def end_episode(self, episode: EpisodeGraph) -> None:
         """One of its episodes has ended."""
         self.running_turns.ended(episode.key)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from headrace.algo.advantages.tokens import spikes
 from headrace.config import Section
 from headrace.errors import ConfigError
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 
 Floats = npt.NDArray[np.float64]
 
@@ -118,7 +118,7 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
     return float(weights[0]), float(weights[1])
 
 
-def outcomes_of(episode: Episode, threshold: float) -> list[tuple[float, bool]]:
+def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
     """What became of the pivots of an episode: the depth of each, and whether a branch earned more than ``threshold``.
     Those of which no branch has a reward say nothing."""
     own = [turn.branch is None and not turn.untrained for turn in episode.turns]

@@ -18,7 +18,7 @@ _BATCHED = (GroupState.TAKEN, GroupState.TRAINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class FlowLimits:
     """What policies keep to. Replaced as a whole where the run tunes a limit."""
 
     batch_size: int
@@ -56,14 +56,14 @@ class GroupEntry:
 class FlowState:
     """Every group's place, counted as it moves.
 
-    >>> flow = FlowState(limits=Limits(batch_size=1, max_age=0))
+    >>> flow = FlowState(limits=FlowLimits(batch_size=1, max_age=0))
     >>> number = flow.submit()
     >>> for state in (GroupState.ADMITTED, GroupState.RUNNING): flow.move(number, state)
     >>> flow.num_held, flow.num_running, flow.conserved()
     (1, 1, True)
     """
 
-    limits: Limits
+    limits: FlowLimits
     version: int = 0
     """The newest version that is committed."""
     next_step: int = 0

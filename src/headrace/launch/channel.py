@@ -28,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from headrace.clock import RealClock
 from headrace.errors import RunError
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 
 MAX_AT_ONCE = 256
 """Messages that are taken before others have their turn."""
@@ -74,7 +74,7 @@ class PartChannel:
     def __init__(self, ends: Ends, receives: Any, on_broken: Callable[[], object] | None = None) -> None:
         """``on_broken`` is called, in another thread, where a connection to another machine breaks, and :meth:`send`
         raises ``zmq.Again`` from then on; unset: this process ends at once, with whatever it has started."""
-        self._codec = Codec(receives)
+        self._codec = MessageCodec(receives)
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
         self._reports = _socket(self._context, zmq.PUSH)
@@ -129,7 +129,7 @@ class ControllerChannel:
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
         self._part = part
-        self._codec = Codec(receives)
+        self._codec = MessageCodec(receives)
         self._context = zmq.asyncio.Context()
         self._orders = _socket(zmq.Context(self._context), zmq.PUSH)
         self._reports = _socket(self._context, zmq.PULL)

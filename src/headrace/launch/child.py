@@ -36,7 +36,7 @@ prints much and dies often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class Rendezvous:
     """Where the processes of one run meet."""
 
     directory: Path
@@ -51,7 +51,7 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
+class ProcessSpec:
     """One process that is to be started."""
 
     name: str
@@ -127,7 +127,7 @@ class Starter(Protocol):
         """The address of this machine, as its processes reach it."""
         ...
 
-    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
+    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
         """The process, which has not loaded anything yet, and the peer that speaks with it.
 
         :class:`~headrace.errors.HeadraceError` where that cannot be; nothing is left then.
@@ -149,7 +149,7 @@ class Child:
         self.closed = False
 
     @classmethod
-    async def start(cls, site: Site, errand: Errand, starter: Starter) -> Child:
+    async def start(cls, site: Rendezvous, errand: ProcessSpec, starter: Starter) -> Child:
         """Start a process; it has not loaded anything yet when this returns."""
         peer, process = await starter.start(site, errand)
         old_logs = site.old_logs if isinstance(errand.start, ScorerStart | EnvironmentStart) else None

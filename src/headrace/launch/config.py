@@ -16,7 +16,7 @@ from headrace.launch.joining.invitation import host_and_port
 Amount = Annotated[float, Field(ge=0)]
 
 
-class Share(Section):
+class ResourceShare(Section):
     """What one part asks a cluster for. Its libraries compute with as many threads as it has whole cores."""
 
     cpus: Amount = 1.0
@@ -30,7 +30,7 @@ class Share(Section):
 
     def __str__(self) -> str:
         """
-        >>> str(Share(cpus=4, gpus=1))
+        >>> str(ResourceShare(cpus=4, gpus=1))
         '4 CPUs, 1 GPU'
         """
         parts = [f"{self.cpus:g} CPU{'' if self.cpus == 1 else 's'}"]
@@ -39,7 +39,7 @@ class Share(Section):
         return ", ".join([*parts, *(f"{amount:g} {name}" for name, amount in sorted(self.resources.items()))])
 
 
-class Leftover(Share):
+class Leftover(ResourceShare):
     """The same, of parts that mostly wait: unless more is asked for, they take what is left."""
 
     cpus: Amount = 0.0
@@ -52,9 +52,9 @@ class RayConfig(Section):
     address: str = "auto"
     """Of the cluster, as ``ray.init`` takes it. ``auto``: the one that this machine, or this job, belongs to;
     ``local``: one is started on this machine."""
-    engine: Share = Share()
+    engine: ResourceShare = ResourceShare()
     """Each engine, those of agents with weights of their own included."""
-    learner: Share = Share()
+    learner: ResourceShare = ResourceShare()
     """Each rank of the learner."""
     scorer: Leftover = Leftover()
     """Each scoring worker. One more than ``workers`` is started now and then: leave room for it."""

@@ -11,10 +11,10 @@ from headrace.launch.clients import EnvPool, EnvTerms
 from headrace.launch.clients.environment import Listening
 from headrace.launch.joining.invitation import host_and_port
 from headrace.launch.joining.relay import ENDPOINT, dialled_in
-from headrace.launch.order import Order
+from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, Keep
-from headrace.rollout import Limits
+from headrace.rollout import EpisodeLimits
 from headrace.types.observation import Event
 
 
@@ -49,7 +49,7 @@ def environment_pool(processes: Processes) -> EnvPool | None:
     )
 
 
-def _listening(order: Order, processes: Processes) -> Listening | None:
+def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
     """How programs reach their episodes; ``None`` for environments that have none. Where some may be on other machines,
     that is at the address by which those reach this one."""
     if order.env.kind not in ("rollout", "program", "bridge"):
@@ -69,10 +69,10 @@ def _listening(order: Order, processes: Processes) -> Listening | None:
     )
 
 
-def episode_limits(order: Order) -> Limits:
+def episode_limits(order: LaunchOrder) -> EpisodeLimits:
     """What one episode may have."""
     env = order.env
-    return Limits(
+    return EpisodeLimits(
         max_context=order.max_context,
         max_turns=env.max_turns,
         max_tokens=env.max_tokens,

@@ -47,7 +47,7 @@ LOG_BYTES, LOG_LINES = 4000, 8
 """So much of what a fork server said last is told when it is lost."""
 
 
-class Fork(msgspec.Struct, frozen=True, kw_only=True):
+class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
     """To the fork server, with two descriptors: the part's end of its lifeline, and its log."""
 
     call: int
@@ -58,7 +58,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     """What it has beyond the environment of the fork server."""
 
 
-class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ForkReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the fork server, with one descriptor: a pidfd of the part."""
 
     call: int
@@ -73,7 +73,7 @@ class Unforked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """errno."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ForkExit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A part has ended, and what it left was reaped."""
 
     pid: int
@@ -81,7 +81,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Its exit code, negative for a signal."""
 
 
-Report = Forked | Unforked | Ended
+Report = ForkReply | Unforked | ForkExit
 
 
 class ForkServerLost(Exception):
@@ -174,7 +174,7 @@ class ForkServer:
         Raises :class:`ForkServerLost`, and ``OSError`` where the system refuses.
         """
         call = next(self._numbers)
-        asked = Fork(call=call, name=name, directory=directory, environment=environment)
+        asked = ForkOrder(call=call, name=name, directory=directory, environment=environment)
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._asked[call] = answer
         try:
@@ -210,14 +210,14 @@ class ForkServer:
             return
         report = msgspec.json.decode(data, type=Report)
         match report:
-            case Forked(call=call, pid=pid):
+            case ForkReply(call=call, pid=pid):
                 self._parts[pid] = part = ForkedProcess(pid, descriptors[0])
                 if call in self._asked:  # else its lifeline was closed, and it ends
                     self._asked[call].set_result(part)
             case Unforked(call=call, number=number):
                 if call in self._asked:
                     self._asked[call].set_exception(OSError(number, os.strerror(number)))
-            case Ended(pid=pid, code=code):
+            case ForkExit(pid=pid, code=code):
                 if (ended := self._parts.pop(pid, None)) is not None:
                     ended.ended(code)
 

@@ -22,7 +22,7 @@ from headrace.config.addresses import LOOPBACK
 from headrace.environ import child_environment, part_environment, shared_memory_root, write_token
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Errand, Process, Site
+from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
 from headrace.launch.forking import UNTOLD, ForkServer, ForkServerLost
 from headrace.launch.leases import Lease
@@ -91,7 +91,7 @@ class Here:
     def __init__(self, forks: ForkServer | None = None) -> None:
         self._forks = forks
 
-    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
+    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
         """See :class:`~headrace.launch.child.Starter`."""
         channel = ControllerChannel(site.directory, errand.name, controller.Message)
         peer = errand.make_peer(channel)

@@ -20,7 +20,7 @@ def interleaving_file(engine: str) -> str:
     return f"interleaving-{engine}.jsonl"
 
 
-class Told(enum.StrEnum):
+class EngineInput(enum.StrEnum):
     """What the engine was told."""
 
     GENERATE = "generate"
@@ -36,7 +36,7 @@ class Handled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     steps: int
     """Steps that the engine had made: it was told before the next."""
-    told: Told
+    told: EngineInput
     seeds: tuple[int, ...] = ()
     """With ``generate`` and ``abort``: the requests, in order."""
     version: int | None = None
@@ -75,9 +75,9 @@ def _misfit(line: Handled, steps: int, version: int) -> str:
         return f"steps={line.steps} after a line of steps={steps}: time runs forward"
     if len(set(line.seeds)) < len(line.seeds):
         return "a seed twice"
-    if bool(line.seeds) != (line.told in (Told.GENERATE, Told.ABORT)):
+    if bool(line.seeds) != (line.told in (EngineInput.GENERATE, EngineInput.ABORT)):
         return f"{line.told} with {len(line.seeds)} seeds"
-    if (line.version is not None) != (line.told is Told.COMMIT):
+    if (line.version is not None) != (line.told is EngineInput.COMMIT):
         return f"{line.told} with version={line.version}"
     if line.version is not None and line.version <= version:
         return f"a commit of version {line.version} after that of version {version}"

@@ -58,7 +58,7 @@ class LentCores:
         self._clock = clock
         self._set_threads = set_threads
         self._threads = 0
-        self._trial = _Trial()
+        self._trial = _LendingTrial()
         self._board[self._place] = 1
 
     def rest(self) -> None:
@@ -90,7 +90,7 @@ class LentCores:
             self._threads = threads
 
 
-class _Trial:
+class _LendingTrial:
     """Finds out by trying whether borrowed cores are worth it."""
 
     def __init__(self) -> None:

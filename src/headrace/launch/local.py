@@ -22,10 +22,10 @@ from functools import partial
 from typing import Any
 
 from headrace.clock import RealClock
-from headrace.control import Parts, Serving
+from headrace.control import Components, Serving
 from headrace.control.credit import credit
 from headrace.control.segments import cuts_of
-from headrace.control.teaching import Teacher, Teachers
+from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.env import SingleTurn
 from headrace.errors import ComponentDied, DeadlineError, LearnerLost
@@ -33,9 +33,9 @@ from headrace.launch.child import LAST_WORDS_S, Child
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.engines import REMEDY, Engines
 from headrace.launch.environments import environment_pool, environment_start, episode_limits
-from headrace.launch.joining.door import Door, opened_door
+from headrace.launch.joining.door import JoinListener, opened_door
 from headrace.launch.joining.invitation import INVITATION_FILE
-from headrace.launch.order import Order, World
+from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, premises
 from headrace.launch.starters import starting
 from headrace.launch.vitals import Vitals
@@ -45,7 +45,7 @@ from headrace.types.observation import Event, Recovery
 
 
 @asynccontextmanager
-async def local_world(order: Order) -> AsyncIterator[World]:
+async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     """Every part of a run as a process of this machine.
 
     Raises :class:`~headrace.errors.ConfigError` for a model that the learner's ranks cannot share, and what a part says
@@ -65,7 +65,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
         vitals = _vitals(processes)
         async with _watched(processes, serving, pool, envs, door, vitals=vitals):
-            parts = Parts(
+            parts = Components(
                 **_serving(order, engines, agents, pool, envs),
                 signs=lambda: vitals.num_signs,
                 standing=vitals.standing,
@@ -77,7 +77,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
                 run_dir=order.run_dir,
                 interrupt=order.sync.interrupt,
             )
-            yield World(
+            yield LaunchedRun(
                 parts=parts,
                 components=lambda: processes.components(_restarts(serving)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
@@ -88,7 +88,7 @@ async def local_world(order: Order) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def local_serving(order: Order, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
+async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
     """An engine with the weights of its model directory, or the ``remote`` one in its place, and workers: enough to
     evaluate."""
     async with _launched(order) as processes, opened_door(order, processes.site) as door:
@@ -104,7 +104,7 @@ async def local_serving(order: Order, remote: RemoteEngine | None = None) -> Asy
 
 
 @asynccontextmanager
-async def _launched(order: Order) -> AsyncIterator[Processes]:
+async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
     """No process outlives the body; where it fails, they end at once."""
     with ExitStack() as leases:
         site, weights = premises(order, leases)
@@ -125,7 +125,7 @@ async def _watched(
     engines: Sequence[Engines],
     pool: ScoringStage,
     envs: EnvPool | None,
-    door: Door | None,
+    door: JoinListener | None,
     *,
     vitals: Vitals,
 ) -> AsyncIterator[None]:
@@ -196,7 +196,7 @@ def _scorers(processes: Processes) -> ScoringStage:
 
 
 def _serving(
-    order: Order, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
+    order: LaunchOrder, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> dict[str, Any]:
     return {
         "engine": engines.fleet,
@@ -221,13 +221,13 @@ def _serving(
     }
 
 
-def _teachers(order: Order, engines: Mapping[str, Engines]) -> Teachers | None:
+def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
     """Those that have engines; ``None`` where none has."""
     if not engines:
         return None
     return Teachers(
         by_name={
-            name: Teacher(engine=each.fleet, name=name, terms=order.teachers[name].terms)
+            name: TeacherClient(engine=each.fleet, name=name, terms=order.teachers[name].terms)
             for name, each in engines.items()
         },
         column=order.learner.teacher_column,
@@ -261,7 +261,7 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _environments_ready(envs: EnvPool, order: Order) -> None:
+async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
     if not envs.keeps_some_here:

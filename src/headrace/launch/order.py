@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.algo.config import AlgoConfig
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.control.teaching import TeacherTerms
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
@@ -43,7 +43,7 @@ class TeacherOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class LaunchOrder:
     """Everything a launcher needs to know."""
 
     model: ModelConfig
@@ -97,7 +97,7 @@ class Order:
         return frozenset((*(agent.name for agent in self.env.agents), *self.model.adapter_agents))
 
 
-class Component(msgspec.Struct, frozen=True, kw_only=True):
+class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the run, for ``headrace status``."""
 
     role: str
@@ -115,11 +115,11 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class LaunchedRun:
     """The parts, launched, and a look at their processes."""
 
-    parts: Parts
-    components: Callable[[], list[Component]]
+    parts: Components
+    components: Callable[[], list[ComponentStatus]]
     send_warnings_to: Callable[[Callable[[str], None]], None]
     """From now on the parts' warnings go there; before, they are events of the order without a time."""
     send_signs_to: Callable[[Tell], None]

@@ -21,21 +21,21 @@ from headrace.clock import RealClock
 from headrace.environ import num_cores, shared_memory_root
 from headrace.errors import RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Child, Errand, Site, Starter
+from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.engines import Engines, EngineTerms, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.lending import make_board
-from headrace.launch.order import Component, Facts, Order
+from headrace.launch.order import ComponentStatus, Facts, LaunchOrder
 from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, Lending, ScorerStart, Start
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.scoring import AnyReward
 from headrace.scoring.fit import columns_for
 from headrace.sync.config import Route
-from headrace.types.messages import engine, environment, learner, scorer
+from headrace.types.messages.codec import Shutdown
 from headrace.types.trace import in_lane
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt
@@ -45,10 +45,10 @@ from headrace.types.weights import Interrupt
 class Processes:
     """Every process of one run."""
 
-    site: Site
+    site: Rendezvous
     starter: Starter
     """Decides on which machine each is started."""
-    order: Order
+    order: LaunchOrder
     weights: Path
     """The shared-memory file."""
     children: list[Child] = field(default_factory=list)
@@ -201,13 +201,13 @@ class Processes:
             deadline_s=sync.deadline_s / 2,
         )
 
-    def components(self, restarts: Mapping[str, int]) -> list[Component]:
+    def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
         """Every process, the controller's own first; ``restarts``: how often each was started again."""
-        parts = [Component(role="controller", pid=os.getpid(), state="ready", version=None)]
+        parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
             version, device = _version(child.peer), _device(child.peer)
             parts.append(
-                Component(
+                ComponentStatus(
                     role=child.role,
                     pid=child.pid,
                     state=child.state,
@@ -225,15 +225,7 @@ class Processes:
         return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
 
     async def end(self) -> None:
-        farewells = {
-            "agent": engine.Shutdown(),
-            "engine": engine.Shutdown(),
-            "environment": environment.Shutdown(),
-            "learner": learner.Shutdown(),
-            "scorer": scorer.Shutdown(),
-            "teacher": engine.Shutdown(),
-        }
-        ends = [child.end(farewells[child.role.partition("-")[0]]) for child in self.children]
+        ends = [child.end(Shutdown()) for child in self.children]
         await asyncio.gather(*ends)
 
     async def _start(
@@ -244,7 +236,7 @@ class Processes:
         make_peer: Callable[[ControllerChannel], Peer],
         elsewhere: Starter | None = None,
     ) -> Child:
-        errand = Errand(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
+        errand = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
         child = await Child.start(self.site, errand, elsewhere or self.starter)
         self.children.append(child)
         return child
@@ -294,7 +286,7 @@ def _device(peer: Peer) -> str:
     return str(ready.result().facts.get("device", "")) if told else ""
 
 
-def premises(order: Order, leases: ExitStack) -> tuple[Site, Path]:
+def premises(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:
     """Where the processes meet, and the weights' file in shared memory; what killed runs left there is removed."""
     logs = order.run_dir / "logs"
     places = Path(tempfile.gettempdir()), shared_memory_root()
@@ -311,4 +303,6 @@ def premises(order: Order, leases: ExitStack) -> tuple[Site, Path]:
             f"the files of the run's processes cannot be made: {error}",
             remedy=f"make room in {logs}, {places[0]} and {places[1]}, and let this user write there",
         ) from None
-    return Site(directory=directory.path, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans), weights.path
+    return Rendezvous(
+        directory=directory.path, logs=logs, token=secrets.token_hex(32), on_spans=order.on_spans
+    ), weights.path

@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from headrace.launch.child import Starter
 from headrace.launch.here import Here
-from headrace.launch.order import Order
+from headrace.launch.order import LaunchOrder
 from headrace.types.observation import Event
 
 
 @asynccontextmanager
-async def _here(order: Order) -> AsyncIterator[Starter]:
+async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
     if order.forks is None:
         yield Here()
         return
@@ -20,7 +20,7 @@ async def _here(order: Order) -> AsyncIterator[Starter]:
         yield Here(order.forks)
 
 
-def starting(order: Order) -> AbstractAsyncContextManager[Starter]:
+def starting(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
     """Who starts the processes of ``order``, as ``launch.kind`` says; what it holds of a cluster is given back after
     the body."""
     if not order.launch.remote:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.clock import RealClock
-from headrace.launch.child import Child, Errand, Site
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
@@ -24,7 +24,7 @@ from headrace.types.sampling import Sampling
 async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[str], None]) -> AsyncIterator[EnvPool]:
     """Workers as a run would have them; they, their logs and all that they started are gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as directory:
-        site = Site(
+        site = Rendezvous(
             directory=Path(directory), logs=Path(directory), token=secrets.token_hex(32), on_spans=lambda _: None
         )
         children: list[Child] = []
@@ -33,7 +33,7 @@ async def trial_pool(start: EnvironmentStart, terms: EnvTerms, warn: Callable[[s
         async def start_worker() -> Child:
             name = f"environment-{next(numbers)}"
             peer = partial(EnvPeer, name, token=site.token, on_spans=site.on_spans)
-            errand = Errand(name=name, start=start, num_threads=1, make_peer=peer)
+            errand = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
             children.append(await Child.start(site, errand, Here()))
             return children[-1]
 

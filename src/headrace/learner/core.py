@@ -45,7 +45,7 @@ from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.progress import Progress
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
-from headrace.learner.work import Gradient, Parts, Tally, Work
+from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
 from headrace.types.batch import Batch
 from headrace.types.messages.controller import StepReport
 from headrace.types.tokens import FloatColumn
@@ -127,7 +127,7 @@ class LearnerCore:
         refuse_unserved(self._objective, self._companions)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._companions)
         self._memory = MemoryPlan.of(model, config)
-        self._parts: Parts | None = None
+        self._parts: StepSums | None = None
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._step = 0
 
@@ -201,7 +201,7 @@ class LearnerCore:
         work = self.accompany(replace(work, weights_N=work.weights_N / mass.clamp(min=1.0)))
         if self._objective.selects:
             work = replace(work, selected_NP=self._select(work))
-        tally = Tally()
+        tally = MicroBatchStats()
         self._backward(work, tally)
         tally.join(self._ranks)
         return Gradient.of(tally, dropped, self._ended("forward_backward", start_s))
@@ -224,7 +224,7 @@ class LearnerCore:
         if self._parts is None:
             if self.has_gradient:
                 raise RunError(f"step {self._step} already has a gradient", remedy="call optim_step before add")
-            self._parts = Parts(tally=Tally())
+            self._parts = StepSums(tally=MicroBatchStats())
         parts = self._parts
         work, mass, dropped = self._prepare(part)
         self._backward(self.accompany(work), parts.tally)
@@ -235,7 +235,7 @@ class LearnerCore:
 
     def finish(self) -> Gradient:
         """The last part was added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
-        parts, self._parts = self._parts or Parts(tally=Tally()), None
+        parts, self._parts = self._parts or StepSums(tally=MicroBatchStats()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
             raise nothing_to_learn(self._step, parts.loss_tokens)
@@ -292,7 +292,7 @@ class LearnerCore:
         self._forward.refuse(batch)
         return self._logprobs(batch, batch.mask_N)
 
-    def accompany(self, work: Work) -> Work:
+    def accompany(self, work: StepWork) -> StepWork:
         """With the columns of the companions; if one fails, no gradient is left."""
         for companion in self._companions:
             start_s = self._context.clock.now()
@@ -340,15 +340,15 @@ class LearnerCore:
         self._forward.refuse(batch)
         refuse_strangers(batch, self._forward.switch.agents)
 
-    def _prepare(self, batch: Batch) -> tuple[Work, Tensor, dict[str, int]]:
+    def _prepare(self, batch: Batch) -> tuple[StepWork, Tensor, dict[str, int]]:
         """The batch with weights that are yet to be divided by the mass of the whole step, that of this batch, and the
         tokens that can carry no loss, by reason."""
         mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         shares = self._objective.shares(layout(batch, mask))
-        work = Work(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
+        work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
-    def _backward(self, work: Work, tally: Tally) -> None:
+    def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Micro-batch by micro-batch; if one fails, no gradient is left."""
         with self._ranks.together(), told_when_full(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._forget)
@@ -358,7 +358,7 @@ class LearnerCore:
                     self._backward_agent(work.only(mask_N), tally)
             undo.pop_all()
 
-    def _backward_agent(self, work: Work, tally: Tally) -> None:
+    def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N)
         self._ended("pack", start_s)
@@ -369,7 +369,7 @@ class LearnerCore:
                 self._backward_micro(work, micro, tally)
                 self._optimizer.collect()
 
-    def _backward_micro(self, work: Work, micro: MicroBatch, tally: Tally) -> None:
+    def _backward_micro(self, work: StepWork, micro: MicroBatch, tally: MicroBatchStats) -> None:
         start_s = self._context.clock.now()
         passed = self._forward(work.batch, work.mask_N, micro, None if work.top is None else work.top.ids_NK)
         self._ended("forward", start_s)
@@ -393,7 +393,7 @@ class LearnerCore:
             companion.forget()
         self._parts = None
 
-    def _select(self, work: Work) -> Tensor | None:
+    def _select(self, work: StepWork) -> Tensor | None:
         """The tokens that formulas choose from the whole batch, under the present weights."""
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))

@@ -33,14 +33,14 @@ from headrace.learner.logits import LOGITS_PER_CHUNK, Halves, TokenLogprobs, Top
 from headrace.learner.packing import Index, MicroBatch, Packing, Unit, plan, singly
 from headrace.learner.parallel.halves import ShardedLogprobs
 from headrace.learner.parallel.mesh import Alone, AnyRanks
-from headrace.learner.parallel.view import View, view_of
+from headrace.learner.parallel.view import RankView, view_of
 from headrace.learner.prefixes import siblings
 from headrace.learner.progress import Progress
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
 from headrace.models.rope import context_limit
-from headrace.models.routing import RoutedModel, RoutingReplay, Seen, find_routing
+from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
 from headrace.types.batch import Batch
 from headrace.types.tokens import FloatColumn
 
@@ -58,7 +58,7 @@ class Passed:
     """Carries it where the objective asks for that."""
     top_MK: Tensor
     """log π of the entries that were asked for, with the gradient; K = 0 if none were."""
-    seen: Seen | None
+    seen: RoutingPass | None
     """The replay of its routing, if there was one."""
 
 
@@ -200,7 +200,7 @@ class Forward:
             found = self._top_entries(view.inputs(batch.ids_N), before_P, wanted)
         return (view.join(column_PK) for column_PK in found)
 
-    def _replaying(self, batch: Batch, view: View) -> AbstractContextManager[Seen | None]:
+    def _replaying(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
         if batch.routing is None or not len(view.rows_R):
             return nullcontext()
         assert self._replay is not None  # refused at intake

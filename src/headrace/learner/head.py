@@ -77,7 +77,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class HeadRequest:
     """What is wanted of the P tokens."""
 
     ids_P: Tensor
@@ -99,7 +99,7 @@ class Asked:
 
 
 def linear_logprobs(
-    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked
+    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: HeadRequest
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log π of ``asked.ids_P`` and the entropies, in nats (P,) each, and log π of ``asked.top_PK`` (P, K; K = 0
     for ``None``), at least
@@ -132,7 +132,7 @@ def linear_top(
     for tokens in head.tokens:
         best_CK = hidden_PD.new_empty(tokens.stop - tokens.start, 0, dtype=head.wide)
         ids_CK = best_CK.long()
-        running = _Running(hidden_PD.new_empty(len(best_CK), 1, dtype=head.wide))
+        running = _RunningSums(hidden_PD.new_empty(len(best_CK), 1, dtype=head.wide))
         for entries in head.entries:
             logits_CB = head.logits(tokens, entries)
             running.add(logits_CB)
@@ -147,7 +147,7 @@ def linear_top(
     return torch.cat(ids), torch.cat(logs)
 
 
-class _Running:
+class _RunningSums:
     """Log-sum-exp and entropy of some tokens, from one tile of logits after the other."""
 
     def __init__(self, like_CB: Tensor) -> None:
@@ -192,7 +192,7 @@ class _Head:
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: Asked
+        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, asked: HeadRequest
     ) -> tuple[Tensor, Tensor, Tensor]:
         head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
         top_PK = hidden_PD.new_empty(asked.others(slice(None)).shape, dtype=head.wide)
@@ -200,7 +200,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logits_E = hidden_PD.new_empty(0 if asked.kept is None else len(asked.kept.owners_E), dtype=head.wide)
         tiles: dict[tuple[int, int], Tensor] = {}
         for tokens in head.tokens:
-            running = _Running(picked_P[tokens, None])
+            running = _RunningSums(picked_P[tokens, None])
             for entries in head.entries:
                 logits_CB = head.logits(tokens, entries)
                 running.add(logits_CB)
@@ -228,7 +228,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_logprob_P: Tensor, by_entropy_P: Tensor, by_top_PK: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
-        asked: Asked = ctx.asked
+        asked: HeadRequest = ctx.asked
         head = _Head(hidden_PD, weight_VD, bias_V, asked.temperature)
         slope = _Slope(asked, by_logprob_P, by_entropy_P if asked.entropy_gradient else None, by_top_PK, shares_E)
         sums = _Sums(head, ctx.needs_input_grad[:3])
@@ -247,7 +247,7 @@ class _Slope:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: HeadRequest,
         by_logprob_P: Tensor,
         by_entropy_P: Tensor | None,
         by_top_PK: Tensor,

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from headrace.learner.head import Asked, Kept, Likeliest, linear_logprobs, linear_top
+from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
 from headrace.types.recorded import KeptSets
 
 LOGITS_PER_CHUNK = 2**24
@@ -55,7 +55,7 @@ class SplitModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._trunk = getattr(model, model.base_model_prefix)
-        self._given = _Given()
+        self._given = _TrunkOutput()
         # The same modules and parameters, but for the trunk: this forward pass is the head alone.
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, model.base_model_prefix: self._given}
@@ -110,7 +110,7 @@ class WholeModel:
         return hidden_CD
 
 
-class _Given(nn.Module):
+class _TrunkOutput(nn.Module):
     """Stands where the trunk stands and gives back what it is handed."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class TokenLogprobs:
         top_PK = ids_P.new_empty(len(ids_P), 0) if top_PK is None else top_PK
         matrix = self._model.matrix() if self._tiled and isinstance(self._model, SplitModel) else None
         if matrix is not None:
-            asked = Asked(
+            asked = HeadRequest(
                 ids_P=ids_P,
                 top_PK=top_PK,
                 temperature=self._temperature,

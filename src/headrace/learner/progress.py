@@ -14,7 +14,7 @@ ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class WorkUnit:
     """One unit of work."""
 
     kind: str
@@ -44,14 +44,14 @@ class Progress:
         self._usual_s: dict[str, float] = {}
         self.num_units = 0
         """Units that have ended."""
-        self.unit = Unit(kind="", what="", begun_s=clock.now())
+        self.unit = WorkUnit(kind="", what="", begun_s=clock.now())
         """What it is at now."""
 
     @contextmanager
     def at(self, kind: str, what: str) -> Iterator[None]:
         """Within this the learner is at that unit; units may lie within others."""
         outer, begun_s = self.unit, self._clock.now()
-        self.unit = Unit(kind=kind, what=what, begun_s=begun_s)
+        self.unit = WorkUnit(kind=kind, what=what, begun_s=begun_s)
         try:
             yield
         finally:

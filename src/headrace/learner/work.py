@@ -22,7 +22,7 @@ from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.stats import TokenStats, step_metrics
 from headrace.types.batch import Batch
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn
 
@@ -31,7 +31,7 @@ ROUTED = "routing_differs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class StepWork:
     """A batch, and what was decided about all of it before the first forward pass."""
 
     batch: Batch
@@ -54,7 +54,7 @@ class Work:
     metrics: Metrics = field(default_factory=dict)
     """What companions measured, this rank's share."""
 
-    def only(self, mask_N: Mask) -> Work:
+    def only(self, mask_N: Mask) -> StepWork:
         """The same, with the loss of these tokens alone: what the rest weighs stays what it is."""
         if mask_N is self.mask_N:
             return self
@@ -98,10 +98,10 @@ class Work:
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts:
+class StepSums:
     """What the parts of a step have added up to."""
 
-    tally: Tally
+    tally: MicroBatchStats
     mass: float = 0.0
     """The reduction's denominator."""
     loss_tokens: int = 0
@@ -117,7 +117,7 @@ class _Share(msgspec.Struct, frozen=True, kw_only=True):
     stats: TokenStats
 
 
-class Tally:
+class MicroBatchStats:
     """Gathers what the micro-batches of one step say."""
 
     def __init__(self) -> None:
@@ -133,13 +133,13 @@ class Tally:
         """Tokens that carried loss."""
         return sum(len(stats.ages_L) for stats in self._stats)
 
-    def open(self, work: Work) -> None:
+    def open(self, work: StepWork) -> None:
         """Its micro-batches follow."""
         self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
         self._taught += [] if work.taught_N is None else [work.taught_N]
 
-    def add(self, work: Work, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
+    def add(self, work: StepWork, micro: MicroBatch, passed: Passed, output: LossOutput) -> None:
         """One micro-batch's share."""
         batch, mask_M = work.batch, work.mask_N[micro.places_M]
         places_L = micro.places_M[mask_M]
@@ -160,7 +160,7 @@ class Tally:
         """The last micro-batch was added: what all ranks added, on each of them."""
         if ranks.config.num_shares * ranks.config.context == 1:
             return
-        codec = Codec(_Share)
+        codec = MessageCodec(_Share)
         mine = _Share(
             loss=sum(self._losses),
             metrics={name: (float(ratio.total), float(ratio.count)) for name, ratio in add(self._metrics).items()},
@@ -203,7 +203,7 @@ class Gradient:
     """What a teacher beside the learner says of the sampled tokens; ``None`` where it was not asked that."""
 
     @classmethod
-    def of(cls, tally: Tally, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
+    def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
         """``scale``: what the losses are yet to be multiplied by."""
         return cls(
             metrics=tally.metrics(scale),

@@ -18,7 +18,7 @@ NUM_TOKENS = 2
 """Of the pass; enough for every layer to be called."""
 
 
-class _Watch:
+class _ShapeRecorder:
     """A plan that notes the shape of what each layer hands to attention."""
 
     def __init__(self, plan: PackedPlan) -> None:
@@ -40,7 +40,7 @@ def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     Raises :class:`~headrace.errors.ModelError` if a layer attends by other means than transformers' interface, or keys
     and values do not have the same number of heads.
     """
-    watch = _Watch(PackedPlan([NUM_TOKENS], model.device))
+    watch = _ShapeRecorder(PackedPlan([NUM_TOKENS], model.device))
     forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)
     if sorted(watch.shapes) != list(range(len(watch.shapes))) or not watch.shapes:
         raise ModelError(

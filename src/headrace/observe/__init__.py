@@ -17,12 +17,12 @@ from headrace.observe.looptime import WatchedLoop
 from headrace.observe.recorder import Recorder
 from headrace.observe.report import write_report
 from headrace.observe.rundata import RunData, load_run, run_about, run_name
-from headrace.observe.settings import Settings, settings_of
+from headrace.observe.settings import VerdictSettings, settings_of
 from headrace.observe.summary import age_histogram, commit_gap_ms, evaluations, figures_of, observed
 from headrace.observe.system import SystemWatch, Usage
-from headrace.observe.terminal import LiveView, PlainView, View, open_view
+from headrace.observe.terminal import LiveView, PlainView, TerminalView, open_view
 from headrace.observe.trace import account, busy_frac, idle_frac
-from headrace.observe.verdict import Verdict, judge
+from headrace.observe.verdict import RunVerdict, judge
 from headrace.observe.writers import Posting, RunFacts
 
 __all__ = [
@@ -40,11 +40,11 @@ __all__ = [
     "Recorder",
     "RunData",
     "RunFacts",
-    "Settings",
+    "RunVerdict",
     "SystemWatch",
+    "TerminalView",
     "Usage",
-    "Verdict",
-    "View",
+    "VerdictSettings",
     "WatchedLoop",
     "account",
     "account_of",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from headrace.observe.settings import UNKNOWN, Settings
+from headrace.observe.settings import UNKNOWN, VerdictSettings
 from headrace.observe.system import Usage
 from headrace.observe.trace import WAIT_BATCH, Interval, account, union
 from headrace.observe.verdict import judge
@@ -47,7 +47,7 @@ class Accountant:
     A run of any length costs it as much memory as two steps.
     """
 
-    def __init__(self, settings: Settings = UNKNOWN) -> None:
+    def __init__(self, settings: VerdictSettings = UNKNOWN) -> None:
         """``settings``: of the run, as far as advice depends on them."""
         self._settings = settings
         self._spans: list[Span] = []

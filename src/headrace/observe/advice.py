@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.observe.settings import Settings
+from headrace.observe.settings import VerdictSettings
 from headrace.types.observation import Account, Bound, Cause
 
 
-def advise(bound: Bound, account: Account, settings: Settings) -> str:
+def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
     """A sentence or two with the names of settings and the values they have; empty where there is nothing to advise."""
     match bound:
         case Bound.GENERATION:
@@ -53,7 +53,7 @@ def _now(value: int | None) -> str:
     return "" if value is None else f" (now {value})"
 
 
-def _ahead(settings: Settings) -> str:
+def _ahead(settings: VerdictSettings) -> str:
     """How generation can run further ahead of training; empty where it cannot, or where that is not known."""
     age, lead = settings.max_age, settings.lead
     if settings.by_turns or age is None or lead is None:
@@ -75,14 +75,14 @@ BUSY = 0.7
 """Workers that compute, or weights that travel, this much of the time do so nearly always."""
 
 
-def _scoring(account: Account, settings: Settings) -> str:
+def _scoring(account: Account, settings: VerdictSettings) -> str:
     """Workers make one call at a time each, whether it computes or waits."""
     count = settings.reward_workers
     more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
     return " ".join(filter(None, [more, _overlap(account, settings)]))
 
 
-def _sync(account: Account, settings: Settings) -> str:
+def _sync(account: Account, settings: VerdictSettings) -> str:
     """Versions travel one after the other: where one is always on its way, no lead brings them sooner."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY:
@@ -91,7 +91,7 @@ def _sync(account: Account, settings: Settings) -> str:
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
-def _environment(account: Account, settings: Settings) -> str:
+def _environment(account: Account, settings: VerdictSettings) -> str:
     """A worker runs many episodes at once: more workers help where they compute all the time. Where they wait
     themselves, for a web page or a timer, more episodes at once do."""
     count = settings.env_workers
@@ -102,12 +102,12 @@ def _environment(account: Account, settings: Settings) -> str:
     return " ".join(filter(None, ["Make the environment faster.", _overlap(account, settings)]))
 
 
-def _overlap(account: Account, settings: Settings) -> str:
+def _overlap(account: Account, settings: VerdictSettings) -> str:
     """The same, where it helps: an engine that stands idle could sample more meanwhile."""
     return _ahead(settings) if account.engine_idle > 0.5 else ""
 
 
-def _stragglers(settings: Settings) -> str:
+def _stragglers(settings: VerdictSettings) -> str:
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
         f"Cut the tail: lower engine.max_new_tokens{_now(settings.max_new_tokens)}, or start more episodes than a "
@@ -116,13 +116,13 @@ def _stragglers(settings: Settings) -> str:
     return " ".join(filter(None, [_ahead(settings) + ready, tail]))
 
 
-def _threads(settings: Settings) -> tuple[int, int, int] | None:
+def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
     """Processors of the engine, of the learner, and in all, where both compute on those of one machine."""
     engine, learner, every = settings.engine_threads, settings.learner_threads, settings.processors
     return (engine, learner, every) if settings.on_cpu and engine and learner and every else None
 
 
-def _engine(settings: Settings) -> str:
+def _engine(settings: VerdictSettings) -> str:
     less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
@@ -137,7 +137,7 @@ def _engine(settings: Settings) -> str:
     return f"Take a machine with more than {every} processors, or {less}."
 
 
-def _learner(settings: Settings) -> str:
+def _learner(settings: VerdictSettings) -> str:
     threads = _threads(settings)
     if threads is None:
         return "Spread the learner over more devices (learner.parallel)."
@@ -151,7 +151,7 @@ def _learner(settings: Settings) -> str:
     return f"Take a machine with more than {every} processors, or a smaller model."
 
 
-def _controller(settings: Settings) -> str:
+def _controller(settings: VerdictSettings) -> str:
     return (
         "The controller is one thread, with work for every episode and turn, however short. A "
         f"faster processor helps, or fewer episodes for a step (flow.groups_per_step{_now(settings.groups_per_step)}, "
@@ -163,7 +163,7 @@ OWN = 0.6
 """A run that waits for processors and uses fewer of them than this waits for other programs."""
 
 
-def _processors(account: Account, settings: Settings) -> str:
+def _processors(account: Account, settings: VerdictSettings) -> str:
     if account.processors_s < OWN * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     threads = _threads(settings)
@@ -177,7 +177,7 @@ def _processors(account: Account, settings: Settings) -> str:
     return f"Its own processes use them: take a machine with {more}."
 
 
-def _turns(settings: Settings) -> str:
+def _turns(settings: VerdictSettings) -> str:
     if settings.by_turns:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "

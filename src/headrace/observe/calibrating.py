@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.flow.ledger.browse import Browser
 from headrace.observe.rundata import load_run
-from headrace.plan.calibration import Recording, calibrate
+from headrace.plan.calibration import RunRecording, calibrate
 from headrace.plan.system import Measured
 
 
@@ -15,7 +15,7 @@ def calibrated(*run_dirs: Path) -> Measured:
     return calibrate([recording(each) for each in run_dirs])
 
 
-def recording(run_dir: Path) -> Recording:
+def recording(run_dir: Path) -> RunRecording:
     """:class:`~headrace.errors.DataError` where there is no run."""
     run = load_run(run_dir)
     browser = Browser.of_run(run_dir)
@@ -23,4 +23,4 @@ def recording(run_dir: Path) -> Recording:
         lengths = browser.lengths().submitted
     finally:
         browser.close()
-    return Recording(name=str(run_dir), steps=run.session, spans=run.spans, lengths=lengths, config=run.config)
+    return RunRecording(name=str(run_dir), steps=run.session, spans=run.spans, lengths=lengths, config=run.config)

@@ -10,7 +10,7 @@ from headrace.types.weights import Interrupt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class VerdictSettings:
     """As far as a verdict advises to change them; ``None`` where they are not known, or where the run finds the value
     by itself."""
 
@@ -46,10 +46,10 @@ class Settings:
     """``flow.order``; empty where it is not known."""
 
 
-UNKNOWN = Settings()
+UNKNOWN = VerdictSettings()
 
 
-def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> Settings:
+def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
     """Those of a resolved configuration, as a tree. ``processors`` and ``on_cpu``: of the machine that the run is on.
 
     >>> found = settings_of({"flow": {"max_age": 2, "lead": None}})
@@ -61,7 +61,7 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
     lead = _count(flow.get("lead"))
     local = launch.get("kind", "local") == "local" and processors is not None
     half = max(1, processors // 2) if processors is not None and local else None
-    return Settings(
+    return VerdictSettings(
         max_age=max_age,
         lead=max_age if lead is None else lead,
         capacity=_count(flow.get("capacity")),

@@ -25,7 +25,7 @@ NARROW = 60
 """Columns below which the frame and the explanations go."""
 
 
-class View(Observer, Protocol):
+class TerminalView(Observer, Protocol):
     """An observer that also shows the present moment; a context manager, so that a terminal is left as it was found."""
 
     def update(self, state: LiveState) -> None:
@@ -39,7 +39,7 @@ class View(Observer, Protocol):
     ) -> None: ...
 
 
-def open_view(stream: TextIO, steps_total: int) -> View:
+def open_view(stream: TextIO, steps_total: int) -> TerminalView:
     """The live picture if ``stream`` is a terminal that redraws and shows Unicode, plain lines otherwise."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headrace.observe.advice import advise
-from headrace.observe.settings import UNKNOWN, Settings
+from headrace.observe.settings import UNKNOWN, VerdictSettings
 from headrace.observe.words import number, percent, percents
 from headrace.types.observation import Account, Bound, Cause
 
@@ -27,7 +27,7 @@ class Gain(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RunVerdict:
     """One finding and one piece of advice."""
 
     bound: Bound
@@ -82,7 +82,7 @@ _WAITS = {
 }
 
 
-def judge(account: Account, settings: Settings = UNKNOWN) -> Verdict:
+def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     """The verdict on one interval of a run with ``settings``.
 
     >>> waits = {"engine": 36.0, "controller": 2.0}
@@ -97,7 +97,7 @@ def judge(account: Account, settings: Settings = UNKNOWN) -> Verdict:
     most, next_one = _most(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
     told = rate > 0 and rate < most < FAR * rate
-    return Verdict(
+    return RunVerdict(
         bound=bound,
         frac=frac,
         most_tok_s=most if told else 0.0,
@@ -130,7 +130,7 @@ def starved(a: Account) -> dict[str, float]:
     return {part: share for part, share in shares.items() if share > 0}
 
 
-def bound_of(a: Account, settings: Settings = UNKNOWN) -> Bound:
+def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     """What holds a run up that spent its time like this."""
     busy = {
         Bound.LEARNER: 1 - a.learner_idle,

@@ -6,21 +6,21 @@ cluster, model ──▶ sizing ──▶ system ──▶ world ──▶ simul
 """
 
 from headrace.plan.cluster import Cluster, ClusterFile, load_cluster
-from headrace.plan.outcome import Outcome
+from headrace.plan.outcome import SimulatedOutcome
 from headrace.plan.planning import make_site, plan
-from headrace.plan.search import Found, Tried
+from headrace.plan.search import SearchResult, Tried
 from headrace.plan.simulator import Simulation
-from headrace.plan.sizing import Asked
+from headrace.plan.sizing import SizingRequest
 from headrace.plan.workload import Workload
 from headrace.plan.world import World
 
 __all__ = [
-    "Asked",
     "Cluster",
     "ClusterFile",
-    "Found",
-    "Outcome",
+    "SearchResult",
+    "SimulatedOutcome",
     "Simulation",
+    "SizingRequest",
     "Tried",
     "Workload",
     "World",

@@ -10,7 +10,7 @@ from headrace.flow.state import FlowState
 from headrace.types.group import GroupState
 
 
-class Books:
+class CountingLedger:
     """A :class:`~headrace.flow.ledger.LedgerWriter` that counts groups by what it is told, on its own: what the flow
     counts of itself has to agree."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import DataError
 from headrace.plan.costs import Linear, SyncCost
-from headrace.plan.spread import Constant, Recorded
+from headrace.plan.spread import ConstantSpread, RecordedSpread
 from headrace.plan.system import Measured
 from headrace.plan.workload import Workload
 from headrace.types.observation import StepRecord
@@ -39,7 +39,7 @@ MOST_LENGTHS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class RunRecording:
     """What a run's directory holds."""
 
     name: str
@@ -57,7 +57,7 @@ class Recording:
         return value if isinstance(value, int) else usual
 
 
-def calibrate(runs: Sequence[Recording]) -> Measured:
+def calibrate(runs: Sequence[RunRecording]) -> Measured:
     """What these runs say together of the machine that they ran on; lengths and rewards are those of the first.
 
     Raises :class:`~headrace.errors.DataError` where one of them is too short or has left no trace.
@@ -76,16 +76,16 @@ def calibrate(runs: Sequence[Recording]) -> Measured:
         train_fixed_s=fixed_s,
         sync=_sync(runs, steps),
         workload=Workload(
-            prompt_tokens=Constant(value=prompt),
-            answer_tokens=Recorded(values=tuple(lengths.tolist())),
-            reward_s=Constant(value=reward_s),
+            prompt_tokens=ConstantSpread(value=prompt),
+            answer_tokens=RecordedSpread(values=tuple(lengths.tolist())),
+            reward_s=ConstantSpread(value=reward_s),
         ),
         engines=first.setting("engine", "count", 1),
         episode_s=float(np.median([_episode_s(run) for run in runs])),
     )
 
 
-def _checked(run: Recording) -> Recording:
+def _checked(run: RunRecording) -> RunRecording:
     left = len(run.steps) - SKIPPED
     if left < LEAST_STEPS:
         raise DataError(
@@ -101,7 +101,7 @@ def _checked(run: Recording) -> Recording:
     return run
 
 
-def _points(run: Recording) -> Iterable[tuple[float, float]]:
+def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
     """(sequences at once, seconds of a step) in each part of the run."""
     steps = run.steps[SKIPPED - 1 :]
     engines = run.setting("engine", "count", 1)
@@ -128,7 +128,7 @@ def _within(spans: Iterable[Span], within: tuple[float, float], wanted: Any) -> 
     )  # fmt: skip
 
 
-def _episode_s(run: Recording) -> float:
+def _episode_s(run: RunRecording) -> float:
     """Processor time of the controller over the episodes that ended; 0 where nobody has read it."""
     steps = run.steps[SKIPPED - 1 :]
     begin, end = steps[0].clock_s, steps[-1].clock_s
@@ -146,7 +146,7 @@ def _line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
     return Linear(fixed_s=max(0.0, float(np.mean(seconds - slope * nums))), sequence_s=slope)
 
 
-def _training(runs: Sequence[Recording]) -> tuple[float, float]:
+def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
     """Seconds of every step, and tokens a second besides: by a line where batches differ in size. A step holds the
     learner up from one record to the next, but for the wait for its batch and the copy of its weights: what it loses to
     others on the same machine is in it."""
@@ -162,7 +162,7 @@ def _training(runs: Sequence[Recording]) -> tuple[float, float]:
     return float(fixed_s), float(1.0 / slope)
 
 
-def _sync(runs: Sequence[Recording], steps: Sequence[StepRecord]) -> SyncCost:
+def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
     travels = [
         span.end_s - span.start_s
         for run in runs
@@ -184,14 +184,14 @@ def _sync(runs: Sequence[Recording], steps: Sequence[StepRecord]) -> SyncCost:
     )
 
 
-def _prompt_tokens(run: Recording) -> float:
+def _prompt_tokens(run: RunRecording) -> float:
     """Of one episode, on average: what a batch has beside its sampled tokens."""
     per_step = run.setting("flow", "groups_per_step", 1) * run.setting("flow", "group_size", 1)
     given = [(step.metrics.get("tokens") or step.trained_tokens) - step.trained_tokens for step in run.steps[SKIPPED:]]
     return max(1.0, float(np.mean(given)) / per_step)
 
 
-def _reward_s(run: Recording) -> float:
+def _reward_s(run: RunRecording) -> float:
     """The usual time of a reward. Where several are computed at once their spans are longer: of those the shortest."""
     spans = [span.end_s - span.start_s for span in run.spans if span.lane == "scoring" and span.name == "score"]
     return float(np.quantile(spans, 0.25)) if spans else 0.0

@@ -77,7 +77,7 @@ class ConstantRate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class RateTable:
     """Throughput that was measured at some batch sizes; straight lines between them, from 0 at no sequence on, and
     level after the last."""
 

@@ -32,10 +32,10 @@ WAITS = (Interrupt.DRAIN, Interrupt.BATCH)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Answer:
+class SimulatedAnswer:
     """One answer that is being sampled."""
 
-    ended: Callable[[Answer], None]
+    ended: Callable[[SimulatedAnswer], None]
     """Told when its last token is there."""
     left: float
     """Tokens that are still to be sampled."""
@@ -47,14 +47,14 @@ class Answer:
     """Tokens that it got, by version."""
     begun: float = 0.0
     """Steps that the engine had made when it joined."""
-    engine: Engine | None = None
+    engine: SimulatedEngine | None = None
     """Where it runs or waits."""
     running: bool = False
     """Whether it is in the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Counted:
+class EngineCounts:
     """What one engine has done, or several."""
 
     busy_s: float = 0.0
@@ -71,30 +71,36 @@ class Counted:
     """Sequences that began again because of a commit."""
 
 
-class Engine:
+class SimulatedEngine:
     """One engine, or one group of accelerators that serves one copy of the model."""
 
     def __init__(
-        self, agenda: Agenda, cost: EngineCost, *, max_sequences: int, cache_tokens: float, moved: dict[Engine, None]
+        self,
+        agenda: Agenda,
+        cost: EngineCost,
+        *,
+        max_sequences: int,
+        cache_tokens: float,
+        moved: dict[SimulatedEngine, None],
     ) -> None:
         """``moved`` gets every engine whose next event is not what it was: it is to be settled."""
         self._agenda, self._cost = agenda, cost
         self._max_sequences, self._cache_tokens = max_sequences, cache_tokens
         self._moved = moved
-        self.counted = Counted()
+        self.counted = EngineCounts()
         self.num = 0
         """Sequences in the batch."""
         self.context = 0.0
         """Tokens in the cache."""
-        self.waiting: deque[Answer] = deque()
+        self.waiting: deque[SimulatedAnswer] = deque()
         self.up = True
         self.held = False
         """Whether it waits for what runs to end, to commit."""
         self._may_join = 0
         """While it is held: how many of those that wait are to be served before."""
         self._steps = 0.0
-        self._batch: list[tuple[float, int, Answer]] = []
-        self._joined: list[Answer] = []
+        self._batch: list[tuple[float, int, SimulatedAnswer]] = []
+        self._joined: list[SimulatedAnswer] = []
         self._numbers = count()
         self._seen_s = self._still_until_s = 0.0
         self._token_s = 0.0
@@ -114,13 +120,13 @@ class Engine:
 
     # --- sequences
 
-    def put(self, answer: Answer) -> None:
+    def put(self, answer: SimulatedAnswer) -> None:
         """Serve it when there is room."""
         answer.engine = self
         self.waiting.append(answer)
         self._moved[self] = None
 
-    def withdraw(self, answer: Answer) -> None:
+    def withdraw(self, answer: SimulatedAnswer) -> None:
         """It is not wanted any more."""
         self.advance()
         if answer.running:
@@ -179,12 +185,12 @@ class Engine:
             heapq.heappop(self._batch)
         return self._batch[0][0]
 
-    def _is_of(self, entry: tuple[float, int, Answer]) -> bool:
+    def _is_of(self, entry: tuple[float, int, SimulatedAnswer]) -> bool:
         """Whether it speaks of a sequence as it runs now: some have left, or begun again."""
         end, _, answer = entry
         return answer.running and answer.engine is self and end == answer.begun + answer.left
 
-    def _running(self) -> list[Answer]:
+    def _running(self) -> list[SimulatedAnswer]:
         return [entry[2] for entry in sorted(self._batch) if self._is_of(entry)]
 
     def _fill(self) -> None:
@@ -209,7 +215,7 @@ class Engine:
         self.counted.prefill_s += seconds
         self.counted.busy_s += seconds
 
-    def _leave(self, answer: Answer, *, finished: bool = False) -> None:
+    def _leave(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
         """Out of the batch; what it got is written down."""
         got = answer.left if finished else min(answer.left, self._steps - answer.begun)
         for version, tokens in self._by_version(answer.begun, answer.begun + got):
@@ -244,7 +250,7 @@ class Engine:
             self._may_join += self.held
             self.counted.preempted += 1
 
-    def progress(self, answer: Answer) -> float:
+    def progress(self, answer: SimulatedAnswer) -> float:
         """Tokens that it got since it joined the batch."""
         self.advance()
         return min(answer.left, self._steps - answer.begun) if answer.running else 0.0
@@ -290,7 +296,7 @@ class Engine:
 
     # --- life
 
-    def die(self) -> list[Answer]:
+    def die(self) -> list[SimulatedAnswer]:
         """What it had and has not ended, with the tokens that were streamed."""
         self.advance()
         running = self._running()

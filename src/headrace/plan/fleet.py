@@ -14,14 +14,14 @@ import numpy as np
 from headrace.engine.fleet.router import allowed_load
 from headrace.plan.agenda import Agenda
 from headrace.plan.costs import EngineCost, FailureCost, SyncCost
-from headrace.plan.engine import WAITS, Answer, Counted, Engine
+from headrace.plan.engine import WAITS, EngineCounts, SimulatedAnswer, SimulatedEngine
 from headrace.types.weights import Interrupt
 
 _STOPS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STREAM}
 """While an engine commits so, others serve."""
 
 
-class Fleet:
+class SimulatedFleet:
     """Engines that are alike."""
 
     def __init__(
@@ -37,19 +37,19 @@ class Fleet:
         rng: np.random.Generator,
     ) -> None:
         self._agenda, self._sync, self._failures, self._rng = agenda, sync, failures, rng
-        self._moved: dict[Engine, None] = {}
-        self._files: dict[int, dict[Engine, None]] = {}
-        self._filed: dict[Engine, int] = {}
+        self._moved: dict[SimulatedEngine, None] = {}
+        self._files: dict[int, dict[SimulatedEngine, None]] = {}
+        self._filed: dict[SimulatedEngine, int] = {}
         self._least = 0
-        self._homeless: deque[Answer] = deque()
-        self._to_commit: deque[Engine] = deque()
-        self._committing: dict[Engine, None] = {}
-        self._swapping: dict[float, list[Engine]] = {}
+        self._homeless: deque[SimulatedAnswer] = deque()
+        self._to_commit: deque[SimulatedEngine] = deque()
+        self._committing: dict[SimulatedEngine, None] = {}
+        self._swapping: dict[float, list[SimulatedEngine]] = {}
         self._wanted = 0
         self._committed: Callable[[], None] | None = None
-        self.engines: list[Engine] = []
+        self.engines: list[SimulatedEngine] = []
         for _ in range(count):
-            engine = Engine(
+            engine = SimulatedEngine(
                 agenda, cost, max_sequences=max_sequences, cache_tokens=cache_tokens, moved=self._moved
             )  # fmt: skip
             self.engines.append(engine)
@@ -58,7 +58,7 @@ class Fleet:
 
     # --- sequences
 
-    def put(self, answer: Answer, near: Engine | None) -> Engine | None:
+    def put(self, answer: SimulatedAnswer, near: SimulatedEngine | None) -> SimulatedEngine | None:
         """Find an engine for it: ``near``, if that has not clearly more to do than others. ``None``: it waits until one
         is there."""
         engine = self._choose(near)
@@ -70,7 +70,7 @@ class Fleet:
         engine.put(answer)
         return engine
 
-    def withdraw(self, answer: Answer) -> bool:
+    def withdraw(self, answer: SimulatedAnswer) -> bool:
         """It is not wanted any more; whether it was here."""
         if answer.engine is not None:
             answer.engine.withdraw(answer)
@@ -80,7 +80,7 @@ class Fleet:
             return True
         return False
 
-    def _choose(self, near: Engine | None) -> Engine | None:
+    def _choose(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
         if not self._filed:  # a commit stops all of them
             able = [engine for engine in self.engines if engine.up]
             return near if near in able else min(able, key=lambda engine: engine.load, default=None)
@@ -89,7 +89,7 @@ class Fleet:
         least = self._least_loaded()
         return near if near in self._filed and near.load <= allowed_load(self._least) else least
 
-    def _least_loaded(self) -> Engine:
+    def _least_loaded(self) -> SimulatedEngine:
         """Loads that have risen are found out here, those that have fallen when the engine is settled."""
         while True:
             while not self._files.get(self._least):
@@ -99,7 +99,7 @@ class Fleet:
                 return engine
             self._file(engine)
 
-    def _file(self, engine: Engine) -> None:
+    def _file(self, engine: SimulatedEngine) -> None:
         """Among those of its load, as the last; those that are held or down are not filed."""
         before = self._filed.pop(engine, None)
         if before is not None:
@@ -144,7 +144,7 @@ class Fleet:
             committed, self._committed = self._committed, None
             committed()
 
-    def _swap(self, engine: Engine) -> None:
+    def _swap(self, engine: SimulatedEngine) -> None:
         engine.swap(self._wanted, self._sync.interrupt, self._sync.gap_s)
         if engine not in self._filed:
             self._file(engine)
@@ -161,11 +161,11 @@ class Fleet:
 
     # --- life
 
-    def _expect_death(self, engine: Engine) -> None:
+    def _expect_death(self, engine: SimulatedEngine) -> None:
         if self._failures.engine_mtbf_s < float("inf"):
             self._agenda.after(self._rng.exponential(self._failures.engine_mtbf_s), self._die, engine)
 
-    def _die(self, engine: Engine) -> None:
+    def _die(self, engine: SimulatedEngine) -> None:
         self._homeless.extend(engine.die())
         self._file(engine)
         self._agenda.after(self._failures.engine_restart_s, self._come_back, engine)
@@ -176,11 +176,11 @@ class Fleet:
             del self._committing[engine]
             self._agenda.after(0.0, self._commit_next)
 
-    def _take_homeless(self) -> list[Answer]:
+    def _take_homeless(self) -> list[SimulatedAnswer]:
         homeless, self._homeless = list(self._homeless), deque()
         return homeless
 
-    def _come_back(self, engine: Engine) -> None:
+    def _come_back(self, engine: SimulatedEngine) -> None:
         engine.come_back(self._wanted)
         self._file(engine)
         self._expect_death(engine)
@@ -189,9 +189,9 @@ class Fleet:
 
     # --- what was done
 
-    def counted(self) -> Counted:
+    def counted(self) -> EngineCounts:
         """All engines together, up to now."""
-        total = Counted()
+        total = EngineCounts()
         for engine in self.engines:
             engine.advance()
             total.busy_s += engine.counted.busy_s

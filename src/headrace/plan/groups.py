@@ -8,9 +8,9 @@ import numpy as np
 
 from headrace.flow import TakenBatch
 from headrace.flow.filters import REDUNDANT
-from headrace.plan.engine import Answer, Engine
-from headrace.plan.learner import Work
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.plan.engine import SimulatedAnswer, SimulatedEngine
+from headrace.plan.learner import SimulatedWork
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.types.scored import ScoredGroup
 from headrace.types.tokens import Tokens
 
@@ -19,15 +19,15 @@ FAILED = "env_error"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Episodic(Answer):
+class Episodic(SimulatedAnswer):
     """One attempt at a task, of which one answer after the other is sampled."""
 
-    group: Group
+    group: SimulatedGroup
     place: int
     """In its group, from 0."""
     turns: int
     """Answers that are still to come, this one included."""
-    home: Engine | None = None
+    home: SimulatedEngine | None = None
     """Where its last turn was sampled, or is."""
     home_version: int = 0
     """The weights under which its context was computed there."""
@@ -44,7 +44,7 @@ class Episodic(Answer):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Group:
+class SimulatedGroup:
     """Attempts at one task."""
 
     number: int
@@ -53,7 +53,7 @@ class Group:
     episodes: list[Episodic] = field(default_factory=list)
     num_finished: int = 0
     num_ended: int = 0
-    home: Engine | None = None
+    home: SimulatedEngine | None = None
     """Where its prompt was read last."""
     home_version: int = 0
     ends_s: list[float] = field(default_factory=list)
@@ -73,14 +73,14 @@ class Group:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch(Work):
+class SimulatedBatch(SimulatedWork):
     """What one step trains."""
 
     taken: TakenBatch
-    groups: list[Group]
+    groups: list[SimulatedGroup]
 
 
-class Scribe:
+class SimulatedRecorder:
     """Writes groups out as a real run keeps them, with two tokens for all of an answer: of its oldest and of its newest
     version. Where a filter asks for lengths there are as many as were sampled."""
 
@@ -89,17 +89,17 @@ class Scribe:
         self._whole = whole
         self._known: dict[tuple[int, int, int], Tokens] = {}
 
-    def group(self, group: Group) -> ScoredGroup:
+    def group(self, group: SimulatedGroup) -> ScoredGroup:
         """One of which every episode is trained: a single one stands for all."""
         tokens = self._tokens(min(group.trained), max(group.trained), 2)
-        written = Episode(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
+        written = EpisodeGraph(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
         written.turns.append(Turn(author="policy", tokens=tokens))
         return ScoredGroup(number=group.number, episodes=(written,))
 
-    def episode(self, episode: Episodic) -> Episode:
+    def episode(self, episode: Episodic) -> EpisodeGraph:
         """One as it ended."""
         causes = {EpisodeStatus.FAILED: FAILED, EpisodeStatus.LEFT_OUT: REDUNDANT}
-        written = Episode(
+        written = EpisodeGraph(
             key=EpisodeKey(episode.group.number, episode.place),
             status=episode.status,
             reward=episode.reward,

@@ -19,11 +19,11 @@ from headrace.control.loops.syncing import NUM_SLOTS
 from headrace.plan.agenda import Agenda
 from headrace.plan.costs import FailureCost, LearnerCost, SyncCost
 
-B = TypeVar("B", bound="Work")
+B = TypeVar("B", bound="SimulatedWork")
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class SimulatedWork:
     """One batch, as the learner sees it."""
 
     step: int
@@ -37,7 +37,7 @@ class Work:
     """Whether there is one for the copy of its weights."""
 
 
-class Learner(Generic[B]):
+class SimulatedLearner(Generic[B]):
     """Trains batches one after the other."""
 
     def __init__(

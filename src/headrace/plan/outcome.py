@@ -49,7 +49,7 @@ _BEGINNING = StepSeen(
 )  # fmt: skip
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One simulated run."""
 
     seconds: float
@@ -65,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of the groups that were submitted."""
 
     @classmethod
-    def of(cls, run: Simulation) -> Outcome:
+    def of(cls, run: Simulation) -> SimulatedOutcome:
         """Of a run that has ended."""
         total = run.fleet.counted()
         wasted = dict(run.wasted)

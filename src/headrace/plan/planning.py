@@ -5,28 +5,28 @@ from __future__ import annotations
 from headrace.clock import Clock
 from headrace.errors import ConfigError
 from headrace.plan.cluster import ClusterFile
-from headrace.plan.search import Found, Search
-from headrace.plan.sizing import Asked, fit
-from headrace.plan.spread import Constant, Lognormal
-from headrace.plan.system import Measured, Site
+from headrace.plan.search import Search, SearchResult
+from headrace.plan.sizing import SizingRequest, fit
+from headrace.plan.spread import ConstantSpread, Lognormal
+from headrace.plan.system import Measured, PlanContext
 from headrace.plan.workload import Workload
 
 MEAN_SHARE = 0.25
 """Of the longest answer, the mean one, where nobody says."""
 
 
-def usual_workload(asked: Asked) -> Workload:
+def usual_workload(asked: SizingRequest) -> Workload:
     """What is assumed where the cluster file does not say."""
     longest = asked.engine.max_new_tokens
-    return Workload(prompt_tokens=Constant(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
+    return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
 
 
-def make_site(asked: Asked, file: ClusterFile, measured: Measured | None = None) -> Site:
+def make_site(asked: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
     """What is planned for. :class:`~headrace.errors.ConfigError` where the model does not fit."""
     seen = None if measured is None else measured.workload
     workload = file.workload or seen or usual_workload(asked)
     longest = asked.engine.max_context or asked.engine.max_new_tokens + 4 * MEAN_SHARE * 256
-    return Site(
+    return PlanContext(
         asked=asked,
         cluster=file.cluster,
         workload=workload,
@@ -35,7 +35,7 @@ def make_site(asked: Asked, file: ClusterFile, measured: Measured | None = None)
     )
 
 
-def plan(site: Site, clock: Clock, *, seed: int = 0, generation: int | None = None) -> Found:
+def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
     """Search; ``generation`` fixes how many accelerators generate.
 
     Raises :class:`~headrace.errors.ConfigError` where they are no whole engines, or leave the learner too few.

@@ -14,9 +14,9 @@ import msgspec
 
 from headrace.clock import Clock
 from headrace.flow import FlowConfig
-from headrace.plan.outcome import Outcome
+from headrace.plan.outcome import SimulatedOutcome
 from headrace.plan.simulator import Simulation
-from headrace.plan.system import Choice, Site
+from headrace.plan.system import Choice, PlanContext
 from headrace.types.weights import Interrupt
 
 COARSE = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
@@ -65,7 +65,7 @@ class Candidate:
     """A choice and its run."""
 
     choice: Choice
-    outcome: Outcome
+    outcome: SimulatedOutcome
 
     @property
     def tok_s(self) -> float:
@@ -74,10 +74,10 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
-    site: Site
+    site: PlanContext
     best: Candidate
     asked: Candidate
     """As the run file has it, with the best split for it; in turn, where there is none."""
@@ -93,14 +93,14 @@ class Found:
 class Search:
     """One search; what was simulated once is not simulated again."""
 
-    site: Site
+    site: PlanContext
     clock: Clock
     seed: int
     fixed: int | None = None
     """Accelerators that generate, where that is given."""
     _known: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """All of it."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
@@ -120,7 +120,7 @@ class Search:
         fresh = [self._asked(count).but(**_FRESH) for count in self._splits()]
         return self._found(began_s, self._better(best, [asked.choice]), asked, self._best([*fresh, *in_turn]))
 
-    def glance(self) -> Found:
+    def glance(self) -> SearchResult:
         """What is asked for and its synchronous counterpart only."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
@@ -130,8 +130,8 @@ class Search:
         fresh = self._best([self._asked(count).but(**_FRESH) for count in self._splits()])
         return self._found(began_s, asked, asked, fresh)
 
-    def _found(self, began_s: float, best: Candidate, asked: Candidate, synchronous: Candidate) -> Found:
-        return Found(
+    def _found(self, began_s: float, best: Candidate, asked: Candidate, synchronous: Candidate) -> SearchResult:
+        return SearchResult(
             site=self.site,
             best=best,
             asked=asked,
@@ -218,7 +218,7 @@ def _unique(counts: Iterator[int]) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def row_of(site: Site, tried: Candidate) -> Tried:
+def row_of(site: PlanContext, tried: Candidate) -> Tried:
     """A candidate as a row."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()

@@ -23,16 +23,16 @@ from headrace.control.tuning import LOOK_S
 from headrace.errors import ConfigError
 from headrace.flow import Admission, Flow
 from headrace.flow.concurrency import Concurrency
-from headrace.flow.filters import FilterContext, Length
+from headrace.flow.filters import FilterContext, LengthFilter
 from headrace.flow.policies import STALE
 from headrace.heap import settled_heap
 from headrace.plan.agenda import Agenda
-from headrace.plan.books import Books
-from headrace.plan.engine import Answer
-from headrace.plan.fleet import Fleet
-from headrace.plan.groups import Batch, Episodic, Group, Scribe
-from headrace.plan.learner import Learner
-from headrace.plan.outcome import Outcome, StepSeen
+from headrace.plan.books import CountingLedger
+from headrace.plan.engine import SimulatedAnswer
+from headrace.plan.fleet import SimulatedFleet
+from headrace.plan.groups import Episodic, SimulatedBatch, SimulatedGroup, SimulatedRecorder
+from headrace.plan.learner import SimulatedLearner
+from headrace.plan.outcome import SimulatedOutcome, StepSeen
 from headrace.plan.workload import Demand
 from headrace.plan.world import World
 from headrace.types.episode import EpisodeStatus
@@ -49,7 +49,7 @@ class Simulation:
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
         self.world, self._check = world, check
         self.agenda = Agenda()
-        self.books = Books(self._dropped)
+        self.books = CountingLedger(self._dropped)
         self.flow = Flow(
             world.flow,
             writer=self.books,
@@ -57,7 +57,7 @@ class Simulation:
             last_step=sys.maxsize if world.endless else world.steps,
             pick_row=lambda number: number,
         )
-        self.fleet = Fleet(
+        self.fleet = SimulatedFleet(
             self.agenda,
             world.engine,
             count=world.num_engines,
@@ -67,7 +67,7 @@ class Simulation:
             failures=world.failures,
             rng=streams[0],
         )
-        self.learner: Learner[Batch] = Learner(
+        self.learner: SimulatedLearner[SimulatedBatch] = SimulatedLearner(
             self.agenda, world.learner, world.sync, world.failures, rng=streams[1],
             begins=self._begins, trained=self._trained,
             commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
@@ -77,9 +77,9 @@ class Simulation:
         """When the controller has dealt with the episodes that have begun and ended."""
         self._scorers = [0.0] * (world.workload.reward_slots or 0)
         self._judged = bool(world.flow.filters)
-        self._scribe = Scribe(whole=any(isinstance(each, Length) for each in world.flow.filters))
+        self._scribe = SimulatedRecorder(whole=any(isinstance(each, LengthFilter) for each in world.flow.filters))
         self._context = FilterContext(decode=lambda ids: "", seed=seed)
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, SimulatedGroup] = {}
         """Those that are neither trained nor dropped."""
         self.steps: list[StepSeen] = []
         self.wasted: dict[str, float] = defaultdict(float)
@@ -93,12 +93,12 @@ class Simulation:
             self._cap = Concurrency(floor=floor, capacity=floor, seen=EngineStats())
             self.agenda.after(LOOK_S, self._look)
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedOutcome:
         """From the first group to the commit of the last version."""
         with settled_heap():
             self._run()
         self.verify()
-        return Outcome.of(self)
+        return SimulatedOutcome.of(self)
 
     def _run(self) -> None:
         self._settle()
@@ -131,7 +131,7 @@ class Simulation:
 
     def _admit(self) -> None:
         self._may_admit = False
-        groups: list[Group] = []
+        groups: list[SimulatedGroup] = []
         while self.flow.starts_groups and (admissions := self.flow.admit()):
             groups += map(self._start, admissions)
         if self.world.episode_s and groups:  # the requests of one turn of the controller go in one message
@@ -141,9 +141,9 @@ class Simulation:
 
     # --- generation
 
-    def _start(self, admission: Admission) -> Group:
+    def _start(self, admission: Admission) -> SimulatedGroup:
         self.flow.start(admission.number)
-        group = Group(number=admission.number, chance=self._demand.chance())
+        group = SimulatedGroup(number=admission.number, chance=self._demand.chance())
         self.groups[group.number] = group
         prompt = self._demand.prompts.next()
         for place in range(self.world.flow.group_size):
@@ -154,7 +154,7 @@ class Simulation:
             group.episodes.append(episode)
         return group
 
-    def _ask_first(self, groups: Sequence[Group]) -> None:
+    def _ask_first(self, groups: Sequence[SimulatedGroup]) -> None:
         """The first answers, of siblings in one place."""
         for group in groups:
             for episode in group.episodes:
@@ -187,7 +187,7 @@ class Simulation:
         if episode.home is not None:
             episode.home_version = episode.home.version
 
-    def _turn_ended(self, answer: Answer) -> None:
+    def _turn_ended(self, answer: SimulatedAnswer) -> None:
         assert isinstance(answer, Episodic)
         if answer.status is not EpisodeStatus.RUNNING:
             return  # withdrawn at this very moment
@@ -223,7 +223,7 @@ class Simulation:
         heapq.heapreplace(self._scorers, done_s)
         return done_s
 
-    def _withdraw_rest(self, group: Group) -> None:
+    def _withdraw_rest(self, group: SimulatedGroup) -> None:
         for episode in group.episodes:
             if episode.status is EpisodeStatus.RUNNING:
                 episode.status = EpisodeStatus.LEFT_OUT
@@ -238,7 +238,7 @@ class Simulation:
         if episode.group.num_ended == len(episode.group.episodes):
             self._close(episode.group)
 
-    def _close(self, group: Group) -> None:
+    def _close(self, group: SimulatedGroup) -> None:
         self._may_admit = self._may_take = True
         if self._judged or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
             self._judge(group)
@@ -247,7 +247,7 @@ class Simulation:
             group.add(episode)
         self.flow.scored(self._scribe.group(group))
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, group: SimulatedGroup) -> None:
         """Ask the filters, and whether enough episodes are left: as in a real run, with each episode written out."""
         config = self.world.flow
         closed = close_group(
@@ -282,7 +282,7 @@ class Simulation:
         self._may_admit = True  # what was too old has left
         groups = [self.groups[group.number] for group in taken.groups]
         self.learner.order(
-            Batch(
+            SimulatedBatch(
                 step=taken.step,
                 tokens=sum(group.tokens for group in groups),
                 squares=sum(group.squares for group in groups),
@@ -295,7 +295,7 @@ class Simulation:
     def _begins(self) -> None:
         self._engine_busy_s = self.fleet.counted().busy_s / len(self.fleet.engines)
 
-    def _trained(self, batch: Batch, waited_s: float) -> None:
+    def _trained(self, batch: SimulatedBatch, waited_s: float) -> None:
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():

@@ -26,7 +26,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SizingRequest:
     """What a run file says, as far as a plan looks at it."""
 
     shape: ModelShape
@@ -95,7 +95,7 @@ class Fit:
         )
 
 
-def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
+def fit(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Where the smallest engine and the smallest learner lie side by side, for episodes of up to ``longest`` tokens; or
     both on all accelerators, in turn.
 
@@ -107,7 +107,7 @@ def fit(asked: Asked, cluster: Cluster, longest: float) -> Fit:
     return made
 
 
-def _fit(asked: Asked, cluster: Cluster, longest: float) -> Fit | None:
+def _fit(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
     made = _laid(asked, cluster, longest)
     if _holds(made, cluster):
         return replace(made, shared_tokens=_shared_tokens(asked, cluster, made.ways, longest))
@@ -120,7 +120,7 @@ def _fit(asked: Asked, cluster: Cluster, longest: float) -> Fit | None:
     return None
 
 
-def _laid(asked: Asked, cluster: Cluster, longest: float) -> Fit:
+def _laid(asked: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """``ways`` is 0 where no engine fits beside the learner, ``least_learner`` where no learner fits."""
     learner, activations = learner_bytes(asked), activation_bytes(asked)
     room = _usable(cluster) - activations
@@ -140,7 +140,7 @@ def _holds(made: Fit, cluster: Cluster) -> bool:
     return bool(made.ways and made.least_learner) and made.ways + made.least_learner <= cluster.count
 
 
-def _shared_tokens(asked: Asked, cluster: Cluster, ways: int, longest: float) -> float:
+def _shared_tokens(asked: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
     """What an engine of ``ways`` accelerators can keep beside their shares of the learner; 0 where that is less than
     one sequence, or leaves no room for a pass of the learner while the engine sleeps."""
     room = (_usable(cluster) - learner_bytes(asked) / cluster.count) * ways - _engine_bytes(asked)
@@ -153,12 +153,12 @@ def _usable(cluster: Cluster) -> float:
     return USABLE * cluster.device.memory_gb * GB
 
 
-def _engine_bytes(asked: Asked) -> float:
+def _engine_bytes(asked: SizingRequest) -> float:
     copies = 1 if asked.model.lora is not None else COPIES
     return copies * asked.weight_bytes + asked.adapter_params * 4
 
 
-def _engine(asked: Asked, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
+def _engine(asked: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
     """The fewest accelerators of one machine, of ``most``, that hold the weights and some sequences; (0, 0) where none
     do."""
     kv = float(asked.shape.kv_numbers * asked.number_bytes)
@@ -174,7 +174,7 @@ def _engine(asked: Asked, cluster: Cluster, most: int, longest: float) -> tuple[
     return found
 
 
-def learner_bytes(asked: Asked) -> float:
+def learner_bytes(asked: SizingRequest) -> float:
     """Weights, gradients and what AdamW keeps: in float32 4 + 4 + 8 for each parameter, in bfloat16 2 + 2 + 8, and 4
     for the copy that is updated. Of an adapter all, and of its base the weights alone."""
     whole = 16.0 if asked.number_bytes == 4 or asked.learner.memory.masters else 12.0
@@ -183,7 +183,7 @@ def learner_bytes(asked: Asked) -> float:
     return asked.weight_bytes + asked.adapter_params * 16.0
 
 
-def activation_bytes(asked: Asked) -> float:
+def activation_bytes(asked: SizingRequest) -> float:
     """Of one pass of ``learner.tokens_per_microbatch`` tokens."""
     shape, memory = asked.shape, asked.learner.memory
     kept = asked.number_bytes if memory.recompute else ACTIVATION_BYTES * asked.number_bytes / 2
@@ -191,7 +191,7 @@ def activation_bytes(asked: Asked) -> float:
     return float(asked.learner.tokens_per_microbatch * shape.hidden * layers * kept)
 
 
-def _too_small(asked: Asked, cluster: Cluster, longest: float) -> ConfigError:
+def _too_small(asked: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
     """By how much, and what would fit: whatever is named does."""
     made = _laid(asked, cluster, longest)
     if not made.least_learner:
@@ -206,7 +206,7 @@ def _too_small(asked: Asked, cluster: Cluster, longest: float) -> ConfigError:
     return _cluster_too_small(asked, cluster, made, longest)
 
 
-def _recomputing(asked: Asked) -> Asked:
+def _recomputing(asked: SizingRequest) -> SizingRequest:
     learner = asked.learner
     return replace(
         asked,
@@ -214,7 +214,7 @@ def _recomputing(asked: Asked) -> Asked:
     )
 
 
-def _pass_too_large(asked: Asked, cluster: Cluster, instead: str = "") -> ConfigError:
+def _pass_too_large(asked: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
     usable, kept, tokens = _usable(cluster), activation_bytes(asked), asked.learner.tokens_per_microbatch
     return ConfigError(
         f"one pass of {tokens} tokens of {asked.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
@@ -223,7 +223,9 @@ def _pass_too_large(asked: Asked, cluster: Cluster, instead: str = "") -> Config
     )
 
 
-def _cluster_too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float, also: str = "") -> ConfigError:
+def _cluster_too_small(
+    asked: SizingRequest, cluster: Cluster, made: Fit, longest: float, also: str = ""
+) -> ConfigError:
     name, usable = cluster.device.name, _usable(cluster)
     engine = made.engine_bytes + asked.shape.kv_numbers * asked.number_bytes * longest
     ways = 1
@@ -258,5 +260,5 @@ def _cluster_too_small(asked: Asked, cluster: Cluster, made: Fit, longest: float
     )
 
 
-def _fits(asked: Asked, cluster: Cluster, longest: float) -> bool:
+def _fits(asked: SizingRequest, cluster: Cluster, longest: float) -> bool:
     return _fit(asked, cluster, longest) is not None

@@ -26,7 +26,7 @@ class Spread(Section):
         raise NotImplementedError
 
 
-class Constant(Spread):
+class ConstantSpread(Spread):
     """Always the same."""
 
     kind: Literal["constant"] = "constant"
@@ -93,7 +93,7 @@ class Pareto(Spread):
         return np.minimum(least * (1.0 + rng.pareto(self.alpha, count)), self.cap or math.inf)
 
 
-class Recorded(Spread):
+class RecordedSpread(Spread):
     """What a run has seen, drawn again."""
 
     kind: Literal["recorded"] = "recorded"
@@ -109,7 +109,7 @@ def _as_table(value: Any) -> Any:
 
 
 AnySpread = Annotated[
-    Annotated[Constant | Uniform | Lognormal | Pareto | Recorded, Field(discriminator="kind")],
+    Annotated[ConstantSpread | Uniform | Lognormal | Pareto | RecordedSpread, Field(discriminator="kind")],
     BeforeValidator(_as_table),
 ]
 """As it is written in a file: a table with its ``kind``, or a number."""

@@ -18,7 +18,7 @@ from headrace.plan.costs import (
     TrainingFlops,
     TrainingRate,
 )
-from headrace.plan.sizing import GB, Asked, Fit, learner_bytes
+from headrace.plan.sizing import GB, Fit, SizingRequest, learner_bytes
 from headrace.plan.workload import Workload
 from headrace.plan.world import World
 from headrace.types.weights import Interrupt
@@ -77,10 +77,10 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class PlanContext:
     """What does not change from one choice to the next."""
 
-    asked: Asked
+    asked: SizingRequest
     cluster: Cluster
     workload: Workload
     fit: Fit

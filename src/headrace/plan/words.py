@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.plan.search import ALIKE, Candidate, Found
-from headrace.plan.system import Site
+from headrace.plan.search import ALIKE, Candidate, SearchResult
+from headrace.plan.system import PlanContext
 from headrace.types.observation import Account
 from headrace.types.weights import Interrupt
 
@@ -16,7 +16,7 @@ Bound = Callable[[Account], str]
 """Says in a word what holds a run up."""
 
 
-def in_words(found: Found, bound: Bound) -> list[str]:
+def in_words(found: SearchResult, bound: Bound) -> list[str]:
     """What is asked for, what would be best, and what asynchrony does here."""
     site = found.site
     return [
@@ -30,7 +30,7 @@ def in_words(found: Found, bound: Bound) -> list[str]:
     ]
 
 
-def verdict_line(found: Found, bound: Bound) -> str:
+def verdict_line(found: SearchResult, bound: Bound) -> str:
     """All of it in one line."""
     asked = found.asked.outcome
     return (
@@ -39,7 +39,7 @@ def verdict_line(found: Found, bound: Bound) -> str:
     )
 
 
-def _assumed(site: Site) -> str:
+def _assumed(site: PlanContext) -> str:
     if site.measured is not None:
         return "Lengths and latencies: as the run has seen them."
     answers = site.workload.answer_tokens.model_dump(exclude_none=True)
@@ -49,7 +49,7 @@ def _assumed(site: Site) -> str:
     )
 
 
-def _told(site: Site, each: Candidate, bound: Bound) -> str:
+def _told(site: PlanContext, each: Candidate, bound: Bound) -> str:
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
     who = (
@@ -68,7 +68,7 @@ def _told(site: Site, each: Candidate, bound: Bound) -> str:
     )
 
 
-def _asynchrony(found: Found, bound: Bound) -> str:
+def _asynchrony(found: SearchResult, bound: Bound) -> str:
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
     fresh, other = found.synchronous, found.asked
@@ -89,7 +89,7 @@ def _asynchrony(found: Found, bound: Bound) -> str:
     return f"Asynchrony changes nothing here: {bound(other.outcome.account())} {beside}."
 
 
-def _changes(found: Found) -> list[str]:
+def _changes(found: SearchResult) -> list[str]:
     """What to set, where something else than what was asked is faster."""
     asked, best = found.asked, found.best
     if not found.site.fit.beside:
@@ -117,7 +117,7 @@ def _changes(found: Found) -> list[str]:
     return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
 
 
-def _how_to_take_turns(found: Found) -> str:
+def _how_to_take_turns(found: SearchResult) -> str:
     asked, turns, best = found.site.asked, found.asked, found.best
     missing = ["flow.max_age = 0"] if asked.flow.greatest_age else []
     if asked.sync.interrupt is not Interrupt.SLEEP:
@@ -129,7 +129,7 @@ def _how_to_take_turns(found: Found) -> str:
     return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
 
 
-def _controller(found: Found) -> list[str]:
+def _controller(found: SearchResult) -> list[str]:
     """How busy the controller would be, where a calibration says what an episode costs it."""
     outcome, measured = found.asked.outcome, found.site.measured
     if measured is None or not measured.episode_s:

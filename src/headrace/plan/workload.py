@@ -9,23 +9,23 @@ import numpy as np
 from pydantic import Field, PositiveFloat
 
 from headrace.config import Section
-from headrace.plan.spread import AnySpread, Constant, Draws, Lognormal, Spread, Uniform
+from headrace.plan.spread import AnySpread, ConstantSpread, Draws, Lognormal, Spread, Uniform
 
 
 class Workload(Section):
     """The table ``[workload]`` of a cluster file. A spread is a number, or a table with its ``kind``."""
 
-    prompt_tokens: AnySpread = Constant(value=256)
+    prompt_tokens: AnySpread = ConstantSpread(value=256)
     """Of a task, template included."""
     answer_tokens: AnySpread = Lognormal(mean=1024, cv=1.0)
     """Of one answer; no answer is longer than ``engine.max_new_tokens``."""
-    turns: AnySpread = Constant(value=1)
+    turns: AnySpread = ConstantSpread(value=1)
     """Answers of an episode."""
-    observed_tokens: AnySpread = Constant(value=0)
+    observed_tokens: AnySpread = ConstantSpread(value=0)
     """That come between two answers: results of tools, words of a user."""
-    turn_s: AnySpread = Constant(value=0)
+    turn_s: AnySpread = ConstantSpread(value=0)
     """Between two answers: tools, the environment."""
-    reward_s: AnySpread = Constant(value=0)
+    reward_s: AnySpread = ConstantSpread(value=0)
     """Of the reward of an episode."""
     reward_slots: int | None = Field(default=None, ge=1)
     """Rewards that are computed at once; unset: as many as are asked for."""

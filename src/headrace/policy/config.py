@@ -97,7 +97,7 @@ class PolicyConfig(Section):
         return self
 
 
-class Settings(TypedDict, total=False):
+class PolicySettings(TypedDict, total=False):
     """What may be said to :meth:`headrace.Policy.load` beside the model's directory: :class:`PolicyConfig`'s keys."""
 
     model: Table

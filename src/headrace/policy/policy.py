@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, DataError, RunError
 from headrace.learner.checksums import verify
 from headrace.learner.core import LearnerContext, LearnerCore, Update
 from headrace.learner.packing import MicroBatch
-from headrace.learner.work import Gradient, Work
+from headrace.learner.work import Gradient, StepWork
 from headrace.models import context_length, load_model, load_tokenizer
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
@@ -35,14 +35,14 @@ from headrace.models.paged.base import BLOCK
 from headrace.models.weights import weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeTerms, probe_batch, probe_tokens, refuse_apart
-from headrace.policy.config import PolicyConfig, Settings, resolve, with_local_models
+from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
 from headrace.policy.credit import advantages_of
 from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_uncorrected, slopes_of
-from headrace.policy.sample import Sample, Samples, Terms, make_batch
-from headrace.policy.sampler import How, Prompt, Sampler, together
+from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
+from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, together
 from headrace.policy.slots import Slots
 from headrace.types.batch import Batch
-from headrace.types.messages.engine import Fork, StaleFork
+from headrace.types.messages.engine import ForkRequest, StaleFork
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import FloatColumn, Tokens
 from headrace.types.versions import NOT_SAMPLED
@@ -107,7 +107,7 @@ class Policy:
         )
         if "fallback" in (facts := self._core.facts()):
             warnings.warn(str(facts["fallback"]), RuntimeWarning, stacklevel=3)
-        self._sampler = Sampler(
+        self._sampler = PolicySampler(
             tokenizer,
             _usual_sampling(config, tokenizer.eos_token_id),
             seed=config.seed,
@@ -131,7 +131,7 @@ class Policy:
         *,
         lr: float | None = None,
         loss: str | Mapping[str, Any] | None = None,
-        **settings: Unpack[Settings],
+        **settings: Unpack[PolicySettings],
     ) -> Self:
         """The policy in ``directory``: a Hugging Face causal language model, or what :meth:`save` wrote, which goes on
         exactly where it was.
@@ -204,7 +204,7 @@ class Policy:
         await self.close()
 
     async def sample(
-        self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[How]
+        self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[SampleOptions]
     ) -> list[list[Sample]]:
         """``n`` answers to each prompt: a list for every prompt, in order.
 
@@ -227,7 +227,7 @@ class Policy:
         *,
         seed: int | None = None,
         stale: StaleFork = StaleFork.RECOMPUTE,
-        **how: Unpack[How],
+        **how: Unpack[SampleOptions],
     ) -> list[Sample]:
         """``n`` other answers that begin with the first ``at`` tokens of ``sample``'s.
 
@@ -242,7 +242,7 @@ class Policy:
                 remedy="fork what its sample() returned, or give the first tokens to sample() as a prompt",
             )
         given = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
-        options = RequestOptions(fork=Fork(parent=sample.request_id, at=at, stale=stale))
+        options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
         (group,) = self._sampler.plan([given], n, seed, how)
         asked = [replace(one, group=sample.group, options=options) for one in group]
         (forked,) = await self._sampler.sample(engine, [asked])
@@ -391,14 +391,16 @@ class Policy:
         with self._comparing:
             return self.version, self._learner.logprobs(batch)
 
-    def _terms(self) -> Terms:
-        return Terms(step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size)
+    def _terms(self) -> SampleRequirements:
+        return SampleRequirements(
+            step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size
+        )
 
     def _inputs(self, batch: Batch) -> Any:
         """All columns of the batch, those of kept weights too, with log π as the leaf that a loss is differentiated
         by."""
         mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
-        work = Work(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
+        work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
         log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
         with self._unread():
             work = self._learner.accompany(work)

@@ -86,7 +86,7 @@ Samples = Sequence[Sample] | Sequence[Sequence[Sample]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SampleRequirements:
     """What a learner asks of samples."""
 
     step: int
@@ -97,7 +97,7 @@ class Terms:
     """Ids run from 0 to one below it."""
 
 
-def make_batch(samples: Samples, advantages: Any, terms: Terms) -> Batch:
+def make_batch(samples: Samples, advantages: Any, terms: SampleRequirements) -> Batch:
     """The batch of ``samples``. ``advantages``, nested as they are, is a number for each, or one for each token of its
     answer; ``None`` for 0 throughout.
 
@@ -188,7 +188,7 @@ def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
     return np.concatenate([np.zeros(len(sample.prompt), np.float32), given])
 
 
-def _refuse_foreign(name: str, sample: Sample, full: Tokens, terms: Terms) -> None:
+def _refuse_foreign(name: str, sample: Sample, full: Tokens, terms: SampleRequirements) -> None:
     outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= terms.vocab_size))
     if len(outside):
         raise DataError(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from headrace.engine import Engine, RequestOptions
 from headrace.engine.base import PLAIN
-from headrace.env.prompts import Tokenizer, make_tasks
+from headrace.env.prompts import PromptTokenizer, make_tasks
 from headrace.errors import ConfigError, DataError, nearest
 from headrace.policy.sample import Sample
 from headrace.rollout.runner import episode_seed
@@ -31,7 +31,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.inte
 """Text, chat messages, token ids, or tokens of which some may have been sampled."""
 
 
-class How(TypedDict, total=False):
+class SampleOptions(TypedDict, total=False):
     """What may be said of one call of ``sample``; see :class:`~headrace.types.sampling.Sampling`."""
 
     max_new_tokens: int
@@ -59,7 +59,7 @@ class How(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SampleRequest:
     """One sequence to sample."""
 
     prompt: Tokens
@@ -68,12 +68,12 @@ class Asked:
     options: RequestOptions = PLAIN
 
 
-class Sampler:
+class PolicySampler:
     """Speaks to the engine. ``usual`` is how it samples where nothing else is said; with ``keep_mask`` truncated
     sampling brings its kept-sets."""
 
     def __init__(self, tokenizer: Any, usual: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
-        self._tokenizer: Tokenizer = tokenizer
+        self._tokenizer: PromptTokenizer = tokenizer
         self._usual = usual
         self._seed = seed
         self._keep_mask = keep_mask
@@ -104,7 +104,9 @@ class Sampler:
             )
         return Tokens.observed(ids.astype(np.int32))
 
-    def plan(self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]) -> list[list[Asked]]:
+    def plan(
+        self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
+    ) -> list[list[SampleRequest]]:
         """The requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without one, every call
         draws anew."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
@@ -113,7 +115,7 @@ class Sampler:
         usual = self._sampling(how)
         return [
             [
-                Asked(
+                SampleRequest(
                     prompt=prompt, group=first + place, sampling=_seeded(usual, self._draw(seed, first, place, member))
                 )
                 for member in range(n)
@@ -127,7 +129,7 @@ class Sampler:
         return episode_seed(seed, EpisodeKey(place, member))
 
     def _sampling(self, how: Mapping[str, Any]) -> Sampling:
-        known = How.__annotations__
+        known = SampleOptions.__annotations__
         for key in how:
             if key not in known:
                 raise ConfigError(f"sampling has no setting {key!r}", remedy=nearest(key, known))
@@ -138,13 +140,13 @@ class Sampler:
             raise ConfigError(f"sampling {dict(how)}: {error}", remedy="mend that setting") from None
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
-    async def sample(self, engine: Engine, groups: Sequence[Sequence[Asked]]) -> list[list[Sample]]:
+    async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
         """One sample for each request, nested as they are."""
         flat = await together([self._one(engine, asked) for group in groups for asked in group])
         samples = iter(flat)
         return [[next(samples) for _ in group] for group in groups]
 
-    async def _one(self, engine: Engine, asked: Asked) -> Sample:
+    async def _one(self, engine: Engine, asked: SampleRequest) -> Sample:
         parts: list[Tokens] = []
         prompt, stop_reason, request_id = asked.prompt, None, -1
         given_T = np.zeros(0, np.int32) if asked.options.fork else prompt.ids_T

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.engine import PLAIN, RequestOptions, TokenChunk, TokenSource
 from headrace.errors import RequestError
 from headrace.types.episode import Branch, StopReason, Turn
-from headrace.types.messages.engine import Fork
+from headrace.types.messages.engine import ForkRequest
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn
 
@@ -52,7 +52,7 @@ class Forking:
             return
         options, came = replace(options, pinned=True), False
         if self._parent is not None:
-            fork = Fork(parent=self._parent, at=len(kept_T))
+            fork = ForkRequest(parent=self._parent, at=len(kept_T))
             rest = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(kept_T))
             try:
                 async for chunk in self._engine.generate(_NONE, rest, replace(options, fork=fork, answer_ids_T=None)):

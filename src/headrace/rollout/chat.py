@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Self
 
 from headrace.rollout.answers import Parser, parser_for, split_reasoning
-from headrace.rollout.answers.base import THINK, Answer
+from headrace.rollout.answers.base import THINK, ParsedAnswer
 from headrace.rollout.rendering import Renderer, Tokenizer
 from headrace.types.chat import Message, ToolCall
 from headrace.types.tokens import IntColumn
@@ -86,7 +86,7 @@ class Chat:
             ((place, string) for string in how.stop if (place := text.find(string)) >= 0), default=(None, "")
         )
         reasoning, rest = split_reasoning(text[:cut], opened=how.opened)
-        answer = self.parser(rest) if how.calls else Answer(content=rest)
+        answer = self.parser(rest) if how.calls else ParsedAnswer(content=rest)
         made = tuple(
             ToolCall(id=f"call_{turn}_{number}", name=name, arguments=arguments)
             for number, (name, arguments) in enumerate(answer.calls)

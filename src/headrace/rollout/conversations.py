@@ -23,7 +23,7 @@ from headrace.env.base import AS_THE_RUN, Hear
 from headrace.errors import BudgetSpent, EpisodeError
 from headrace.rollout.chat import Chat, Read, Reading
 from headrace.rollout.growing import Growing
-from headrace.rollout.history import History, Node, num_chars
+from headrace.rollout.history import History, HistoryNode, num_chars
 from headrace.types.chat import ChatOptions, Message, Reply, Tool
 from headrace.types.episode import EpisodeKey, Turn, TurnPart
 from headrace.types.sampling import Sampling
@@ -36,7 +36,7 @@ LONG_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """What one episode may have; ``None``: as much as it likes."""
 
     max_context: int | None = None
@@ -49,11 +49,11 @@ class Limits:
     """Calls of tools, in all answers together."""
 
 
-UNLIMITED = Limits()
+UNLIMITED = EpisodeLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TurnRequest:
     """A turn that is to be sampled."""
 
     prompt_ids_T: IntColumn
@@ -68,7 +68,7 @@ class Wanted:
     """Told of it as it grows; ``None``: nobody is."""
 
 
-class Sampler(Protocol):
+class TurnSampler(Protocol):
     """Samples turns, and holds all turns of the episode."""
 
     key: EpisodeKey
@@ -76,7 +76,7 @@ class Sampler(Protocol):
     """How the run samples."""
     turns: list[Turn]
 
-    async def sample(self, wanted: Wanted) -> int:
+    async def sample(self, wanted: TurnRequest) -> int:
         """Sample a turn and append it; its index. Where this raises, what had come of it is appended."""
         ...
 
@@ -90,7 +90,7 @@ class Conversations:
     is told, in words that can be counted, what is odd and no error."""
 
     def __init__(
-        self, sampler: Sampler, limits: Limits, *, chat: Chat | None, seed: int, note: Callable[[str], None]
+        self, sampler: TurnSampler, limits: EpisodeLimits, *, chat: Chat | None, seed: int, note: Callable[[str], None]
     ) -> None:
         self.key = sampler.key
         self.seed = seed
@@ -170,7 +170,7 @@ class Conversations:
         """A token as text, a special one too."""
         return "" if self._chat is None else self._chat.tokenizer.decode([token], skip_special_tokens=False)
 
-    async def _rendered(self, below: Node | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    async def _rendered(self, below: HistoryNode | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The tokens of what is not held. What could never fit is not tokenised, and what is long keeps nobody else
         waiting."""
         if self._chat is None or self._chat.renderer is None:
@@ -190,7 +190,9 @@ class Conversations:
             render = partial(self._chat.renderer.continuation, new, tools, answer_ids)
         return render() if length < LONG_CHARS else await off_loop(render)
 
-    async def _answer(self, below: Node, options: ChatOptions, *, calls: bool, hear: Hear | None = None) -> Reply:
+    async def _answer(
+        self, below: HistoryNode, options: ChatOptions, *, calls: bool, hear: Hear | None = None
+    ) -> Reply:
         """Sample a turn below, and read it."""
         self._refuse_spent(below, 0)
         prompt_ids_T = np.concatenate(list(self._history.path_ids(below)))
@@ -200,7 +202,7 @@ class Conversations:
         growing = None
         if hear is not None and self._chat is not None:
             growing = Growing(self._chat, how, hear, num_prompt_tokens=len(prompt_ids_T))
-        wanted = Wanted(
+        wanted = TurnRequest(
             prompt_ids_T=prompt_ids_T,
             parent=below.turn,
             author=options.agent,
@@ -259,7 +261,7 @@ class Conversations:
             **{name: value for name, value in asked.items() if value is not None},
         )
 
-    def _refuse_spent(self, at: Node | None, num_new: int) -> None:
+    def _refuse_spent(self, at: HistoryNode | None, num_new: int) -> None:
         """Raise :class:`BudgetSpent` where nothing may be sampled behind ``num_new`` tokens more than those up to
         ``at``."""
         limits = self._limits

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from headrace.engine.server.text import Detokenizer, StopFinder
-from headrace.env.base import Hear, Piece
+from headrace.env.base import AnswerPiece, Hear
 from headrace.errors import SequenceFailed
 from headrace.rollout.answers import certain_split
 from headrace.rollout.chat import Chat, Reading
@@ -69,7 +69,7 @@ class Growing:
         """What of these was not told; nothing, where they do not go on with it."""
         if not (reasoning.startswith(self._reasoning) and content.startswith(self._content)):
             return
-        piece = Piece(
+        piece = AnswerPiece(
             num_prompt_tokens=self._num_prompt_tokens,
             reasoning=reasoning[len(self._reasoning) :],
             content=content[len(self._content) :],

@@ -22,22 +22,22 @@ _CODEC = msgspec.json.Encoder()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Node:
+class HistoryNode:
     """A turn that others may continue."""
 
     turn: int
     """Its index."""
-    parent: Node | None
+    parent: HistoryNode | None
     """The turn that it continues; ``None`` for a root."""
     messages: tuple[Message, ...] | None
     """That it adds to those of its parent, in one spelling; ``None`` where it stands for tokens only."""
     sampled: bool
-    children: list[Node] = field(default_factory=list)
+    children: list[HistoryNode] = field(default_factory=list)
 
     def path(self) -> list[int]:
         """The turns from the root to here."""
         turns: list[int] = []
-        at: Node | None = self
+        at: HistoryNode | None = self
         while at is not None:
             turns.append(at.turn)
             at = at.parent
@@ -45,46 +45,46 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldPrefix:
     """How much of what was asked is held."""
 
-    node: Node | None
+    node: HistoryNode | None
     """Where the longest path ends that begins it; ``None``: nothing is held."""
     length: int
     """Messages, or tokens, of that path."""
 
 
 class History:
-    """The turns of one episode that have ended, as a forest of :class:`Node`."""
+    """The turns of one episode that have ended, as a forest of :class:`HistoryNode`."""
 
     def __init__(self, turns: list[Turn]) -> None:
         self.turns = turns
-        self._roots: dict[bytes, list[Node]] = {}
+        self._roots: dict[bytes, list[HistoryNode]] = {}
 
     def add_given(
-        self, turn: Turn, parent: Node | None, messages: Sequence[Message] | None, tools: Sequence[Tool] = ()
-    ) -> Node:
+        self, turn: Turn, parent: HistoryNode | None, messages: Sequence[Message] | None, tools: Sequence[Tool] = ()
+    ) -> HistoryNode:
         """Append a turn that was not sampled, and hang it below ``parent``, or as a root under ``tools``."""
         spelled = None if messages is None else tuple(map(in_one_spelling, messages))
         self.turns.append(turn)
-        node = Node(turn=len(self.turns) - 1, parent=parent, messages=spelled, sampled=False)
+        node = HistoryNode(turn=len(self.turns) - 1, parent=parent, messages=spelled, sampled=False)
         beside = self._roots.setdefault(_CODEC.encode(tools), []) if parent is None else parent.children
         beside.append(node)
         return node
 
-    def add_sampled(self, turn: int, parent: Node, message: Message) -> Node:
+    def add_sampled(self, turn: int, parent: HistoryNode, message: Message) -> HistoryNode:
         """Hang a turn that was sampled, and stands for ``message``, below ``parent``."""
         messages = None if parent.messages is None else (in_one_spelling(message),)
-        node = Node(turn=turn, parent=parent, messages=messages, sampled=True)
+        node = HistoryNode(turn=turn, parent=parent, messages=messages, sampled=True)
         parent.children.append(node)
         return node
 
-    def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> Held:
+    def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> HeldPrefix:
         """The longest path whose messages begin these, and that was begun under these tools. It ends with an answer, or
         with the last of the messages; of paths that are equally long, it is the one with the most answers of ``agent``,
         and among those the one that was continued least."""
         spelled = tuple(map(in_one_spelling, messages))
-        best, best_own = Held(node=None, length=0), 0
+        best, best_own = HeldPrefix(node=None, length=0), 0
         left = [(root, 0, 0) for root in self._roots.get(_CODEC.encode(tools), ())]
         while left:
             node, before, own = left.pop()
@@ -96,14 +96,14 @@ class History:
             own += node.sampled and self.turns[node.turn].author == agent
             ends = node.sampled or length == len(spelled)
             if ends and _rank(node, length, own) > _rank(best.node, best.length, best_own):
-                best, best_own = Held(node=node, length=length), own
+                best, best_own = HeldPrefix(node=node, length=length), own
             on = length < len(spelled)  # else most of the answers, of which there may be thousands, need no look
             left.extend((child, length, own) for child in node.children if on or not child.messages)
         return best
 
-    def find_tokens(self, ids_T: IntColumn) -> Held:
+    def find_tokens(self, ids_T: IntColumn) -> HeldPrefix:
         """The longest path whose tokens begin these."""
-        best = Held(node=None, length=0)
+        best = HeldPrefix(node=None, length=0)
         left = [(root, 0) for roots in self._roots.values() for root in roots]
         while left:
             node, before = left.pop()
@@ -112,11 +112,11 @@ class History:
             if not np.array_equal(own_T, ids_T[before:length]):
                 continue
             if _rank(node, length) > _rank(best.node, best.length):
-                best = Held(node=node, length=length)
+                best = HeldPrefix(node=node, length=length)
             left.extend((child, length) for child in node.children)
         return best
 
-    def path_ids(self, node: Node | None) -> Iterator[IntColumn]:
+    def path_ids(self, node: HistoryNode | None) -> Iterator[IntColumn]:
         """The tokens of every turn up to ``node``."""
         return (self.turns[index].tokens.ids_T for index in (node.path() if node is not None else ()))
 
@@ -160,5 +160,5 @@ def _is_same(held: Message, given: Message) -> bool:
     return held == given
 
 
-def _rank(node: Node | None, length: int, own: int = 0) -> tuple[int, int, int, int]:
+def _rank(node: HistoryNode | None, length: int, own: int = 0) -> tuple[int, int, int, int]:
     return (-1, 0, 0, 0) if node is None else (length, own, -len(node.children), -node.turn)

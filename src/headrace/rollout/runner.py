@@ -14,13 +14,13 @@ import numpy as np
 
 from headrace.clock import being_cancelled
 from headrace.engine import RequestOptions, TokenSource
-from headrace.env import Environment, Outcome
+from headrace.env import AttemptOutcome, Environment
 from headrace.errors import EpisodeError, HeadraceError, RequestError
 from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_frozen
 from headrace.rollout.chat import Chat
-from headrace.rollout.conversations import UNLIMITED, Conversations, Limits, Wanted
+from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits, TurnRequest
 from headrace.rollout.withdrawal import Withdrawal
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn, Tokens
@@ -87,7 +87,7 @@ class EnginePolicy:
     _asked: dict[int, TurnPart] = field(default_factory=dict)
     _lost: str = "crash"
 
-    async def sample(self, wanted: Wanted) -> int:
+    async def sample(self, wanted: TurnRequest) -> int:
         """Sample a turn and append it; its index."""
         frozen = self.agents.frozen(wanted.author)
         if frozen is not None:
@@ -120,7 +120,7 @@ class EnginePolicy:
             self.on_turn(self.key, wanted.prompt_ids_T, turn)
         return index
 
-    async def _collect(self, parts: list[TurnPart], empty: TurnPart, wanted: Wanted) -> None:
+    async def _collect(self, parts: list[TurnPart], empty: TurnPart, wanted: TurnRequest) -> None:
         """Add the parts of a turn to ``parts`` as they arrive; where some were lost, those that follow replace them."""
         async for part in self._parts(empty, wanted):
             if part.lost:
@@ -136,7 +136,7 @@ class EnginePolicy:
         self._lost = "env_retry"
         self.turns.clear()
 
-    def _name(self, wanted: Wanted) -> str:
+    def _name(self, wanted: TurnRequest) -> str:
         """A digest of what the turn is sampled after and, where that is not as usual, how, and by whom."""
         other = f"{wanted.sampling.stop}" if wanted.sampling.stop != self.sampling.stop else ""
         if wanted.untrained:
@@ -153,7 +153,7 @@ class EnginePolicy:
             return min(same)
         return next(number for number in range(len(self._asked) + 1) if number not in self._asked)
 
-    async def _parts(self, empty: TurnPart, wanted: Wanted) -> AsyncIterator[TurnPart]:
+    async def _parts(self, empty: TurnPart, wanted: TurnRequest) -> AsyncIterator[TurnPart]:
         """The turn as it grows, from what there is of it: the same draws come after the same tokens."""
         sampling = msgspec.structs.replace(wanted.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
@@ -206,7 +206,7 @@ class EpisodeRunner:
     """Told, in words that can be counted, what is odd and no error."""
     agents: Agents = POLICY_ALONE
     """Who answers under which name."""
-    limits: Limits = UNLIMITED
+    limits: EpisodeLimits = UNLIMITED
     """What one episode may have."""
     chat: Chat | None = None
     """Writes and reads messages; ``None``: the environment asks in tokens."""
@@ -219,7 +219,7 @@ class EpisodeRunner:
 
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TurnPart] = ()
-    ) -> Episode:
+    ) -> EpisodeGraph:
         """One episode of ``task``; turns that were ``begun`` go on from there. A request that the engine refuses, an
         attempt that takes too long, and whatever the environment raises, fails this episode only; the death of a part
         is not its failure and goes on to whoever runs it."""
@@ -246,8 +246,8 @@ class EpisodeRunner:
             episode = await self._attempt(policy, task, withdrawal)
         return episode
 
-    async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> Episode:
-        episode = Episode(key=policy.key, status=EpisodeStatus.FAILED)
+    async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
+        episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
         limit = asyncio.timeout(self.timeout_s)
@@ -293,7 +293,7 @@ def remedy_of(cause: str) -> str:
     return "mend the environment or the reward function"
 
 
-def _apply(outcome: Outcome, episode: Episode, turns: Sequence[Turn]) -> None:
+def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:
     """The attempt is over. Raises :class:`~headrace.errors.EpisodeError` where it leaves an agent without a reward."""
     for index, turn in enumerate(turns):
         left = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
@@ -307,7 +307,7 @@ def _apply(outcome: Outcome, episode: Episode, turns: Sequence[Turn]) -> None:
     episode.status = EpisodeStatus.FINISHED
 
 
-def _refuse_unrewarded(episode: Episode) -> None:
+def _refuse_unrewarded(episode: EpisodeGraph) -> None:
     trained = {turn.author for turn in episode.turns if turn.stop_reason is not None and not turn.untrained}
     lacking = sorted(trained - episode.agent_rewards.keys())
     if lacking:

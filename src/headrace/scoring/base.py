@@ -16,7 +16,7 @@ from pydantic import Field
 
 from headrace.config import Section
 from headrace.errors import ConfigError
-from headrace.types.messages.scorer import Score, TrainerState
+from headrace.types.messages.scorer import ScoreCompletions, TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
@@ -152,7 +152,7 @@ class Grader(Protocol):
         """What it wants to be told beside task and text."""
         ...
 
-    async def score(self, request: Score, on_start: Callable[[], None]) -> Scores:
+    async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         """Score what is asked; whatever goes wrong becomes a failure. Calls ``on_start``, from any thread, when the
         turn of this call has come: from then on its time runs."""
         ...

@@ -16,9 +16,9 @@ from pydantic import Field
 from headrace.errors import ConfigError, EnvError
 from headrace.scoring.base import Grader, RewardSection
 from headrace.scoring.grading import BlockingGrader, Unscorable, column
-from headrace.scoring.sandbox import Finished, Limits, Reason, run_python
+from headrace.scoring.sandbox import Finished, Reason, SandboxLimits, run_python
 from headrace.scoring.sandbox.base import MIB
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 WAITING = 3
 """How much longer than its processor time a test may take by the clock."""
@@ -98,7 +98,7 @@ class CodeReward(RewardSection):
             )
         return BlockingGrader(self.grade, executor)
 
-    def grade(self, request: Score) -> float:
+    def grade(self, request: ScoreCompletions) -> float:
         """Between 0 and 1."""
         tests = read_tests(column(request, self.tests_column), self.tests_column)[: self.max_tests]
         code = code_in(request.completions[0])
@@ -113,7 +113,7 @@ class CodeReward(RewardSection):
         return passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
-        limits = Limits(wall_s=WAITING * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
+        limits = SandboxLimits(wall_s=WAITING * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
         match test:
             case str():
                 word = secrets.token_hex(16)

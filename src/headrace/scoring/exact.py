@@ -11,7 +11,7 @@ import pydantic
 from headrace.errors import ConfigError
 from headrace.scoring.base import Grader, RewardSection
 from headrace.scoring.grading import BlockingGrader, column
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 
 class ExactReward(RewardSection):
@@ -44,10 +44,10 @@ class ExactReward(RewardSection):
         """Compares text."""
         return BlockingGrader(self.grade, executor)
 
-    def grade(self, request: Score) -> float:
+    def grade(self, request: ScoreCompletions) -> float:
         """0 or 1.
 
-        >>> ask = Score(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
+        >>> ask = ScoreCompletions(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
         >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
         1.0
         """

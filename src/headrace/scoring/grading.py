@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from headrace.errors import HeadraceError
 from headrace.scoring.base import Scores, Wanted
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 
 class Unscorable(HeadraceError):
@@ -22,11 +22,11 @@ class BlockingGrader:
     by_group = False
     wants: frozenset[Wanted] = frozenset()
 
-    def __init__(self, grade: Callable[[Score], float | None], executor: ThreadPoolExecutor) -> None:
+    def __init__(self, grade: Callable[[ScoreCompletions], float | None], executor: ThreadPoolExecutor) -> None:
         self._grade = grade
         self._executor = executor
 
-    async def score(self, request: Score, on_start: Callable[[], None]) -> Scores:
+    async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         def begin() -> float | None:
             on_start()
             return self._grade(request)
@@ -48,7 +48,7 @@ async def told(grading: Awaitable[float | None]) -> Scores:
     return Scores(rewards=(value,))
 
 
-def column(request: Score, name: str) -> object:
+def column(request: ScoreCompletions, name: str) -> object:
     """A column of the row; :class:`Unscorable` where it is missing."""
     if name not in request.row:
         raise Unscorable(

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.scoring.base import Grader, RewardSection, Scores, Wanted
 from headrace.scoring.exact import compiled, found
 from headrace.scoring.grading import Unscorable, told
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 if TYPE_CHECKING:
     import httpx
@@ -163,7 +163,7 @@ class _Judge:
         ]
         self._asked = [0] * len(self._clients)
 
-    async def score(self, request: Score, on_start: Callable[[], None]) -> Scores:
+    async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         on_start()
         before_s = 0.95 * self._section.timeout_s  # the pool's own deadline would cost the worker
         try:
@@ -172,7 +172,7 @@ class _Judge:
         except TimeoutError:
             return Scores(rewards=(), failure=f"reward_timeout: the judge has not answered for {before_s:g} s")
 
-    async def _ask(self, request: Score) -> float:
+    async def _ask(self, request: ScoreCompletions) -> float:
         section = self._section
         messages = [{"role": "system", "content": section.system}] if section.system else []
         messages.append({"role": "user", "content": _filled(section.prompt, request)})
@@ -224,7 +224,7 @@ async def _bounded(response: httpx.Response) -> bytes:
     return bytes(data)
 
 
-def _filled(template: str, request: Score) -> str:
+def _filled(template: str, request: ScoreCompletions) -> str:
     values: dict[str, object] = {
         **request.row,
         "prompt": _as_text(request.prompt),

@@ -12,7 +12,7 @@ from pydantic import Field
 from headrace.errors import ConfigError
 from headrace.scoring.base import Grader, RewardSection
 from headrace.scoring.grading import BlockingGrader, Unscorable, column
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 
 class MathReward(RewardSection):
@@ -47,7 +47,7 @@ class MathReward(RewardSection):
         return BlockingGrader(_comparison(self.answer_column), executor)
 
 
-def _comparison(answer_column: str) -> Callable[[Score], float]:
+def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     both = (LatexExtractionConfig(), ExprExtractionConfig())
@@ -57,7 +57,7 @@ def _comparison(answer_column: str) -> Callable[[Score], float]:
         answers: list[Any] = parse(text, extraction_config=both, parsing_timeout=None)
         return answers
 
-    def compare(request: Score) -> float:
+    def compare(request: ScoreCompletions) -> float:
         expected = str(column(request, answer_column))
         gold = parsed(expected) or parsed(f"${expected}$")
         if not gold:

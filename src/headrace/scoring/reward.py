@@ -17,7 +17,7 @@ from headrace.errors import ConfigError, EnvError
 from headrace.scoring.base import Scores, Wanted
 from headrace.scoring.logged import RewardLog
 from headrace.scoring.signature import NOT_COLUMNS, signature_of
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 
 def reward_reference(function: Callable[..., Any]) -> str:
@@ -69,7 +69,7 @@ class RewardFunction:
         asked: dict[Wanted, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
         return frozenset(wanted for wanted, name in asked.items() if self.signature.wants(name))
 
-    async def score(self, request: Score, on_start: Callable[[], None] = lambda: None) -> Scores:
+    async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
         """Call it; whatever it does becomes a :class:`Scores`. ``on_start`` is called, from any thread, when the
         function's turn has come."""
         log = RewardLog(len(request.completions))
@@ -84,7 +84,7 @@ class RewardFunction:
         return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
 
     async def _call(
-        self, request: Score, log: RewardLog, on_start: Callable[[], None]
+        self, request: ScoreCompletions, log: RewardLog, on_start: Callable[[], None]
     ) -> tuple[Any, BaseException | None]:
         call = functools.partial(self._function, **self._arguments(request, log))
         if self._is_async:
@@ -98,7 +98,7 @@ class RewardFunction:
         returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
         return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
-    def _arguments(self, request: Score, log: RewardLog) -> dict[str, Any]:
+    def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
         signature = self.signature
         row = {key: value for key, value in request.row.items() if signature.takes(key)}
         ids = [ids_T.tolist() for ids_T in request.completion_ids]

@@ -30,7 +30,7 @@ class Graders(Scorer, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class RubricPart:
     """One part of a rubric."""
 
     section: RewardSection
@@ -50,7 +50,7 @@ class Rubric:
     ``default`` stands in for it, or the completion has failed.
     """
 
-    def __init__(self, components: Sequence[Component], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
+    def __init__(self, components: Sequence[RubricPart], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
         self._whole = [component for component in components if not component.section.by_turn]
         self._by_turn = [component for component in components if component.section.by_turn]
         self._labels = tuple(component.label for component in components)
@@ -107,7 +107,7 @@ class Rubric:
         return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
 
     async def _grade(
-        self, component: Component, task: Task, completions: tuple[str, ...], context: ScoringContext
+        self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
         """All completions, at once or one by one as the component wants them."""
         graders = component.graders
@@ -121,7 +121,7 @@ class Rubric:
         graded = tuple(scores.of(0) for scores in asked.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
-    async def _again(self, component: Component, call: Callable[[], Awaitable[Scores]]) -> Scores:
+    async def _again(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
         """One call, and those after it while they fail."""
         pause_s, left = FIRST_PAUSE_S, component.section.retries
         while True:
@@ -135,7 +135,7 @@ class Rubric:
             await asyncio.sleep(pause_s)
             pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
 
-    def _sum(self, components: Sequence[Component], graded: Mapping[str, Graded]) -> Graded:
+    def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded]) -> Graded:
         """One completion's components, added up. A component that is optional counts as its default where it fails,
         and where it returned ``None``, which is no failure."""
         parts: dict[str, float] = {}
@@ -162,7 +162,7 @@ class Rubric:
             return replace(said, failure="reward_nan: the weighted sum is not finite")
         return replace(said, reward=reward)
 
-    def _named(self, component: Component, failure: str) -> str:
+    def _named(self, component: RubricPart, failure: str) -> str:
         """A failure says whose it is, where there are several."""
         if len(self._labels) == 1 or not failure:
             return failure

@@ -110,7 +110,7 @@ class EnvReport:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Attempt:
+class _CheckedEpisode:
     """One episode."""
 
     script: str
@@ -122,7 +122,7 @@ class _Attempt:
     reason: str = ""
     problem: str = ""
     seconds: float = 0.0
-    report: trial.Report = field(default_factory=trial.Report)
+    report: trial.TrialReport = field(default_factory=trial.TrialReport)
 
     @property
     def name(self) -> str:
@@ -162,7 +162,9 @@ def check_env(
     )
 
 
-async def _tried(named: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float) -> list[_Attempt]:
+async def _tried(
+    named: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], timeout_s: float
+) -> list[_CheckedEpisode]:
     """``named``: what is tried."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     terms = EnvTerms(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=60.0, scored=False)
@@ -176,8 +178,8 @@ async def _tried(named: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], ti
 
 
 async def _one_by_one(
-    pool: EnvPool, attempts: list[_Attempt], orders: Sequence[Mapping[str, Any]], timeout_s: float
-) -> list[_Attempt]:
+    pool: EnvPool, attempts: list[_CheckedEpisode], orders: Sequence[Mapping[str, Any]], timeout_s: float
+) -> list[_CheckedEpisode]:
     """Those that were made."""
     for number, (attempt, order) in enumerate(zip(attempts, orders, strict=True), start=1):
         await _attempt(pool, attempt, order, timeout_s)
@@ -186,14 +188,14 @@ async def _one_by_one(
     return attempts
 
 
-def _plan(rows: Sequence[Mapping[str, Any]]) -> list[_Attempt]:
-    def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _Attempt:
+def _plan(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
+    def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
         talk = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
-        return _Attempt(script=name, row=row, again=again, talk=talk)
+        return _CheckedEpisode(script=name, row=row, again=again, talk=talk)
 
-    planned: list[_Attempt] = []
+    planned: list[_CheckedEpisode] = []
     for row in range(len(rows)):
         for number, (name, script) in enumerate(SCRIPTS.items()):
             planned.append(attempt(number, row, name, script))
@@ -202,7 +204,7 @@ def _plan(rows: Sequence[Mapping[str, Any]]) -> list[_Attempt]:
     return planned
 
 
-async def _attempt(pool: EnvPool, attempt: _Attempt, order: Mapping[str, Any], timeout_s: float) -> None:
+async def _attempt(pool: EnvPool, attempt: _CheckedEpisode, order: Mapping[str, Any], timeout_s: float) -> None:
     task = Task(row_index=attempt.row, row=dict(order), prompt="", prompt_ids_T=np.zeros(0, np.int32))
     clock = RealClock()
     began_s = clock.now()
@@ -216,13 +218,15 @@ async def _attempt(pool: EnvPool, attempt: _Attempt, order: Mapping[str, Any], t
         attempt.reason, attempt.problem = "env_timeout", f"it was not over after {timeout_s:g} s"
     attempt.seconds = clock.now() - began_s
     if attempt.talk.reports:
-        attempt.report = msgspec.json.decode(attempt.talk.reports[-1], type=trial.Report)
+        attempt.report = msgspec.json.decode(attempt.talk.reports[-1], type=trial.TrialReport)
 
 
 # -- what was seen ----------------------------------------------------------------------------------------------------
 
 
-def _findings(kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_Attempt]) -> list[EnvFinding]:
+def _findings(
+    kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]
+) -> list[EnvFinding]:
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
@@ -247,7 +251,7 @@ def _found(clause: str, wrong: Sequence[str], right: str, level: Level = Level.F
     return EnvFinding(clause=clause, level=level, detail="; ".join(wrong[:4]) + more)
 
 
-def _episodes_end(attempts: Sequence[_Attempt]) -> EnvFinding:
+def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     told = ("max_turns", "reward_none", "reward_nan")
     failed = Counter(f"{a.reason}: {a.problem}" for a in attempts if a.reason and a.reason not in told)
     where = {f"{a.reason}: {a.problem}": a.name for a in reversed(attempts) if a.reason}
@@ -258,7 +262,7 @@ def _episodes_end(attempts: Sequence[_Attempt]) -> EnvFinding:
     return _found("its episodes end without an error", wrong, f"{len(attempts)} did")
 
 
-def _ends_by_itself(attempts: Sequence[_Attempt]) -> EnvFinding | None:
+def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     if attempts[-1].reason in _HOPELESS:
         return None  # it was not seen to end
     spent = [attempt for attempt in attempts if attempt.talk.was_spent]
@@ -268,7 +272,7 @@ def _ends_by_itself(attempts: Sequence[_Attempt]) -> EnvFinding | None:
     return _found("it ends whatever the model says", wrong, f"after at most {most} answers")
 
 
-def _rewards_are_numbers(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding | None:
+def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     looked = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not looked:
         return None
@@ -286,7 +290,7 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding 
     return _found("rewards are numbers", wrong, counted if left_out else "every one", level)
 
 
-def _rewards_differ(attempts: Sequence[_Attempt]) -> EnvFinding | None:
+def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
         return None
@@ -303,7 +307,7 @@ def _rewards_differ(attempts: Sequence[_Attempt]) -> EnvFinding | None:
     return _found("rewards differ", wrong, f"from {low:g} to {high:g}", Level.WARN)
 
 
-def _is_repeatable(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding | None:
+def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
     if not pairs:
         return None
@@ -316,7 +320,7 @@ def _is_repeatable(kind: str, attempts: Sequence[_Attempt]) -> EnvFinding | None
     )
 
 
-def _difference(one: _Attempt, two: _Attempt) -> str:
+def _difference(one: _CheckedEpisode, two: _CheckedEpisode) -> str:
     """The first thing in which two attempts that should be the same are not; empty where there is none."""
     for place, (before, after) in enumerate(zip(one.talk.heard, two.talk.heard, strict=False)):
         if before != after:
@@ -341,7 +345,7 @@ def _short(value: object) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
-def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_Attempt]) -> EnvFinding:
+def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     wrong = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
@@ -356,7 +360,7 @@ def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence
     return _found("async code does not block", wrong, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
 
 
-def _can_be_copied(attempts: Sequence[_Attempt]) -> EnvFinding:
+def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     held = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
     wrong = (
         [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in held[0]]
@@ -366,7 +370,7 @@ def _can_be_copied(attempts: Sequence[_Attempt]) -> EnvFinding:
     return _found("its state can be copied", wrong, "every attribute", Level.WARN)
 
 
-def _tools_are_described(attempts: Sequence[_Attempt]) -> EnvFinding | None:
+def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     tools = {name: tool for attempt in attempts for name, tool in attempt.talk.tools.items()}
     if not tools:
         return None
@@ -380,7 +384,7 @@ def _tools_are_described(attempts: Sequence[_Attempt]) -> EnvFinding | None:
     return _found("tools are described", wrong, ", ".join(tools), Level.WARN)
 
 
-def _timings(attempts: Sequence[_Attempt]) -> EnvTimings | None:
+def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
     ended = [attempt for attempt in attempts if not attempt.reason]
     if not ended:
         return None

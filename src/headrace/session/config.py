@@ -22,7 +22,7 @@ from headrace.env import DataConfig, EnvConfig
 from headrace.env.program import with_absolute_files
 from headrace.errors import ConfigError, DataError
 from headrace.flow import FlowConfig
-from headrace.flow.filters import Length
+from headrace.flow.filters import LengthFilter
 from headrace.launch.config import LaunchConfig
 from headrace.launch.ray.fit import refuse_misfit as refuse_misfit_on_ray
 from headrace.learner import LearnerConfig
@@ -143,7 +143,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _filters_act(self) -> Self:
         for place, each in enumerate(self.flow.filters):
-            longest = each.max_tokens if isinstance(each, Length) else None
+            longest = each.max_tokens if isinstance(each, LengthFilter) else None
             if longest is not None and longest >= self.engine.max_new_tokens and self.env.kind == "single_turn":
                 raise ConfigError(
                     f"flow.filters[{place}] 'length': max_tokens={longest}, and no answer has more than "

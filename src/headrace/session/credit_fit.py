@@ -8,7 +8,7 @@ import numpy as np
 from headrace.algo.advantages import Outcomes
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.supervised import Ce, RefKl
-from headrace.algo.reductions import Constant, SequenceMeanTokenSum, TokenMean
+from headrace.algo.reductions import ConstantDivisor, SequenceMeanTokenSum, TokenMean
 from headrace.engine.fleet import FleetConfig
 from headrace.env import EnvConfig
 from headrace.errors import ConfigError, DataError
@@ -17,7 +17,7 @@ from headrace.learner import LearnerConfig
 from headrace.learner.companions.config import Frozen, OtherModel
 from headrace.learner.companions.fit import columns_of
 
-_REDUCTIONS = (TokenMean, Constant, SequenceMeanTokenSum)
+_REDUCTIONS = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
 """Those under which two streams of tokens can each be reduced by itself."""
 
 

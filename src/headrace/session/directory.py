@@ -19,7 +19,7 @@ from headrace.control.recovery import starting_point
 from headrace.control.rewarding import RewardFailures
 from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
-from headrace.launch.order import Component
+from headrace.launch.order import ComponentStatus
 from headrace.learner.checksums import CHECKSUMS_FILE, checksum, listed_checksums, verify, write_checksums
 from headrace.models import ModelConfig
 
@@ -41,7 +41,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The committed one; −1 before the first."""
     written_s: float
     """Seconds since 1970."""
-    components: list[Component]
+    components: list[ComponentStatus]
     waits: list[str]
     """The loops of the controller, a line each."""
     warnings: list[str] = []

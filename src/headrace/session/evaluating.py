@@ -15,9 +15,9 @@ import msgspec
 
 from headrace.clock import RealClock
 from headrace.control import RunSection, Serving
-from headrace.control.board import Board, LoopContract
-from headrace.control.estimates import Estimate, mean_of, pass_at_k, pass_hat_k, share_of
-from headrace.control.evaluation import Evaluator, Told
+from headrace.control.board import ActivityBoard, LoopContract
+from headrace.control.estimates import IntervalEstimate, mean_of, pass_at_k, pass_hat_k, share_of
+from headrace.control.evaluation import EvaluationListener, Evaluator
 from headrace.control.observer import Observers
 from headrace.engine.remote import Elsewhere, RemoteEngine, reached
 from headrace.errors import ConfigError
@@ -70,11 +70,11 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     mean_reward: float
     """Over all attempts (avg@k, where k is their number); one that fails counts as 0."""
-    avg: Estimate
+    avg: IntervalEstimate
     """The same with its 95 % interval."""
-    pass_at: dict[int, Estimate]
+    pass_at: dict[int, IntervalEstimate]
     """By k: how likely at least one of k attempts passes."""
-    pass_hat: dict[int, Estimate]
+    pass_hat: dict[int, IntervalEstimate]
     """By k: how likely all of k attempts pass (pass^k)."""
     pass_reward: float
     """What an attempt must earn to pass."""
@@ -130,7 +130,7 @@ async def _evaluate(prepared: Prepared, measures: Measures, where: Path, tell: C
 
     book = _book(prepared, measures, where)
     order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
-    told = Told(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
+    told = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
     tell(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
     try:
         async with _engine(measures.elsewhere) as remote, local_serving(order, remote) as serving:
@@ -207,10 +207,10 @@ _CONTRACT = LoopContract(
 )
 
 
-async def watched(serving: Serving, run: RunSection, told: Told) -> list[list[float]]:
+async def watched(serving: Serving, run: RunSection, told: EvaluationListener) -> list[list[float]]:
     """The reward of every attempt at the held-out tasks; :class:`~headrace.errors.StallError` if nothing moves for
     ``run.stall_timeout_s``."""
-    board = Board((_CONTRACT,), serving.clock)
+    board = ActivityBoard((_CONTRACT,), serving.clock)
     evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
 
     def arrived(tokens: int) -> None:
@@ -220,6 +220,6 @@ async def watched(serving: Serving, run: RunSection, told: Told) -> list[list[fl
     async with asyncio.TaskGroup() as group:
         watchdog = group.create_task(board.watch(run.stall_timeout_s, serving.num_steps, serving.standing))
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
-            rewards = await evaluator.rewards(Told(on_tokens=arrived, warn=told.warn, keep=told.keep))
+            rewards = await evaluator.rewards(EvaluationListener(on_tokens=arrived, warn=told.warn, keep=told.keep))
         watchdog.cancel()
     return rewards

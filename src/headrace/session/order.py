@@ -6,16 +6,16 @@ from pathlib import Path
 
 from headrace.control.observer import Observers
 from headrace.env import Curriculum
-from headrace.env.data import Order as RowOrder
-from headrace.launch.order import Order
+from headrace.env.data import RowOrder
+from headrace.launch.order import LaunchOrder
 from headrace.session.config import RunConfig
 from headrace.session.prepare import Prepared
 
 
-def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> Order:
+def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
     """The launcher's order; ``snapshot`` is where a resumed run's weights and optimizer are."""
     config = prepared.config
-    return Order(
+    return LaunchOrder(
         model=config.model,
         snapshot=snapshot,
         engine=config.engine,

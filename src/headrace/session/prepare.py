@@ -37,8 +37,8 @@ from headrace.session.config import RunConfig
 from headrace.session.engine_fit import refuse_settled
 from headrace.session.models import as_recorded, with_local_models
 from headrace.session.teachers import teacher_orders
-from headrace.types.messages.codec import Codec
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.codec import MessageCodec
+from headrace.types.messages.scorer import ScoreCompletions
 from headrace.types.sampling import Sampling
 from headrace.types.task import Task
 
@@ -383,11 +383,11 @@ def _sampling(config: RunConfig, endings: tuple[int, ...]) -> Sampling:
     )
 
 
-_CODEC = Codec(Score)
+_CODEC = MessageCodec(ScoreCompletions)
 
 
 def _as_sent(task: Task) -> bytes:
-    return _CODEC.encode(Score(call=0, prompt=task.prompt, completions=(), row=task.row))
+    return _CODEC.encode(ScoreCompletions(call=0, prompt=task.prompt, completions=(), row=task.row))
 
 
 def _refuse_unsendable(tasks: Sequence[Task]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.control import Settings, Summary
+from headrace.control import ControlSettings, Summary
 from headrace.control.controller import RECOVERY
 from headrace.control.recovery import starting_point
 from headrace.env.agents import TrainedAgent
@@ -29,16 +29,16 @@ from headrace.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
 from headrace.flow.ledger.opening import open_ledger
-from headrace.flow.policies.recorded import Recorded
-from headrace.launch.interleaving import Handled, Told, interleaving_file, read_interleaving
-from headrace.launch.order import Facts, Order
+from headrace.flow.policies.recorded import RecordedPolicy
+from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
+from headrace.launch.order import Facts, LaunchOrder
 from headrace.launch.starts import Repeated
 from headrace.rollout.runner import episode_seed
 from headrace.session.config import RunConfig, load_config
 from headrace.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
 from headrace.session.models import as_recorded
 from headrace.session.prepare import Prepared
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 
 FREE = (
     *("observe", "run.dir", "run.stall_timeout_s", "run.keep_checkpoints"),
@@ -64,7 +64,7 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class ReplayRecording:
     """A run that can be repeated."""
 
     run_dir: Path
@@ -82,7 +82,7 @@ class Recording:
     """What its engine was told."""
 
     @classmethod
-    def open(cls, run_dir: Path) -> Recording:
+    def open(cls, run_dir: Path) -> ReplayRecording:
         """The run in ``run_dir``, for reading. Raises :class:`~headrace.errors.ConfigError`, with the reason, for one
         that cannot be repeated."""
         config = load_config(recorded_settings(run_dir))
@@ -97,7 +97,7 @@ class Recording:
             raise
 
     @classmethod
-    def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> Recording:
+    def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> ReplayRecording:
         lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if lives > 1:
             raise _refused(run_dir, f"it has {lives} lives, and what was told the engine is lost where one ended")
@@ -156,7 +156,7 @@ class Recording:
         if before not in ("", replace(prepared, config=self.config).fingerprint()):
             raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
-    def order(self, order: Order, stall_timeout_s: float) -> Order:
+    def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
         """What is launched: the recorded threads and cache, and no clock that ends an attempt."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
@@ -183,10 +183,10 @@ class Recording:
             ),
         )
 
-    def settings(self, settings: Settings) -> Settings:
+    def settings(self, settings: ControlSettings) -> ControlSettings:
         """What the controller is told: as many steps, of the same groups."""
         policy = settings.flow.policy
-        recorded = Recorded(
+        recorded = RecordedPolicy(
             starts=self._starts(),
             steps=self.steps,
             dropped_stale=policy.drops_stale,
@@ -212,9 +212,9 @@ class Recording:
         starts = [never] * len(self.rows)
         version = 0
         for each in self.handled:
-            if each.told is Told.COMMIT and each.version is not None:
+            if each.told is EngineInput.COMMIT and each.version is not None:
                 version = each.version
-            elif each.told is Told.GENERATE:
+            elif each.told is EngineInput.GENERATE:
                 for number in {groups[one] for one in each.seeds if one in groups}:
                     starts[number] = min(starts[number], version)
         for number in reversed(range(len(starts) - 1)):
@@ -230,7 +230,7 @@ class Recording:
 
 
 @contextmanager
-def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[Recording | None]:
+def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[ReplayRecording | None]:
     """The run in the directory ``replay``, which what is ``prepared`` repeats; ``None`` for an empty name."""
     if not replay:
         yield None
@@ -242,7 +242,7 @@ def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> I
             "launch.lend_cores=true: how many cores a part had at which step is not recorded, and bits depend on it",
             remedy="replay runs that lent no cores",
         )
-    recording = Recording.open(Path(replay))
+    recording = ReplayRecording.open(Path(replay))
     try:
         recording.refuse_other(prepared)
         yield recording
@@ -250,14 +250,14 @@ def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> I
         recording.ledger.close()
 
 
-class Comparison:
+class ReplayComparison:
     """A ledger's writer that holds what is recorded against ``recording``, and raises
     :class:`~headrace.errors.ReplayDiffers` at the first difference."""
 
-    def __init__(self, writer: LedgerWriter, recording: Recording) -> None:
+    def __init__(self, writer: LedgerWriter, recording: ReplayRecording) -> None:
         self._writer = writer
         self._recording = recording
-        self._expected: dict[int, dict[int, Episode]] = {}
+        self._expected: dict[int, dict[int, EpisodeGraph]] = {}
         self._left = dict(recording.checksums)
 
     def write(self, operation: Operation) -> None:
@@ -301,7 +301,7 @@ class Comparison:
         total = len(self._recording.checksums)
         return f"{total - len(self._left)} of {total} versions agree"
 
-    def _compare(self, now: Episode) -> None:
+    def _compare(self, now: EpisodeGraph) -> None:
         number, place = now.key.group, now.key.place
         if number not in self._expected:
             self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
@@ -320,7 +320,7 @@ class Comparison:
             )
 
 
-def difference(now: Episode, then: Episode) -> str:
+def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
     """The first thing in which two episodes differ, to be followed by where the other one is; empty where they are bit
     for bit the same."""
     if len(now.turns) != len(then.turns):

@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.control.teaching import TeacherTerms
 from headrace.env.data import Row
-from headrace.env.prompts import Tokenizer, make_tasks
+from headrace.env.prompts import PromptTokenizer, make_tasks
 from headrace.errors import ConfigError, DataError, nearest
 from headrace.launch.order import TeacherOrder
 from headrace.learner.companions.config import FrozenTeacher, OwnEngine, ServedTeacher
@@ -24,7 +24,7 @@ from headrace.types.versions import FROZEN, INITIAL
 
 
 def teacher_orders(
-    config: RunConfig, tasks: Sequence[Task], tokenizer: Tokenizer, max_context: int
+    config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
     """What the engine of each is, by name.
 
@@ -104,7 +104,7 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
 
 
 def _prompts(
-    config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: Tokenizer, setting: str
+    config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
     """What the teacher reads in the place of each row's prompt."""
     if config.env.remote:

@@ -16,7 +16,7 @@ import msgspec
 
 from headrace import checkpoint
 from headrace.clock import RealClock
-from headrace.control import Controller, Settings, Summary
+from headrace.control import Controller, ControlSettings, Summary
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.environ import num_cores
@@ -26,9 +26,9 @@ from headrace.flow.ledger.opening import has_ledger, make_ledger
 from headrace.heap import settled_heap
 from headrace.launch.forking import ForkServer, forking
 from headrace.launch.local import local_world
-from headrace.launch.order import Component, Order, World
+from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.models.devices import CPU
-from headrace.observe import Settings as KnownSettings
+from headrace.observe import VerdictSettings as KnownSettings
 from headrace.observe import settings_of, write_report
 from headrace.session.config import RunConfig, RunFile, load_config
 from headrace.session.directory import (
@@ -48,9 +48,9 @@ from headrace.session.engine_fit import explained_gap
 from headrace.session.models import as_recorded, with_recorded_models
 from headrace.session.order import curriculum, make_order, row_order
 from headrace.session.prepare import Inputs, Prepared, Rows, prepare, refuse_inside_a_run
-from headrace.session.repeating import Comparison, Recording, opened
+from headrace.session.repeating import ReplayComparison, ReplayRecording, opened
 from headrace.session.running import Interrupts, first_cause, in_own_loop
-from headrace.session.watching import Watching
+from headrace.session.watching import RunWatchers
 from headrace.types.observation import Event, LiveState
 
 FAREWELL_S = 30.0
@@ -133,7 +133,7 @@ class Life:
     run_dir: Path
     held: Held
     """The same, as long as it is this run's."""
-    recording: Recording | None
+    recording: ReplayRecording | None
     """What it repeats; ``None``: nothing."""
     forks: ForkServer | None
     """What its engines and learner are forked from; ``None``: each is a new interpreter."""
@@ -157,11 +157,11 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             books.append(_open_books(config, run_dir, stack, start))
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # of an earlier life
-        watching = Watching(config, run_dir, stack, settings=_settings(prepared))
+        watching = RunWatchers(config, run_dir, stack, settings=_settings(prepared))
         order = _order(life, start, watching)
-        comparisons: list[Comparison] = []
+        comparisons: list[ReplayComparison] = []
 
-        def control(world: World) -> Controller:
+        def control(world: LaunchedRun) -> Controller:
             facts = world.facts()
             if recording is not None:
                 recording.refuse_machine(facts)
@@ -169,7 +169,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             ledger = books[0] if books else _open_books(config, run_dir, stack, start)
             writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
-            settings = Settings(
+            settings = ControlSettings(
                 run=config.run,
                 flow=config.flow,
                 order=row_order(config, len(prepared.tasks)),
@@ -181,7 +181,7 @@ async def _train(life: Life, interrupts: Interrupts) -> Summary:
             )
             if recording is not None:
                 settings = recording.settings(settings)
-                writer = Comparison(writer, recording)
+                writer = ReplayComparison(writer, recording)
                 comparisons.append(writer)
             observers = watching.observers
             watching.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
@@ -201,7 +201,7 @@ def _settings(prepared: Prepared) -> KnownSettings:
     return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
+def _order(life: Life, start: StartingPoint, watching: RunWatchers) -> LaunchOrder:
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watching.observers)
     order = replace(order, forks=life.forks)
     _tell_what_died(life, order, start)
@@ -213,7 +213,7 @@ def _order(life: Life, start: StartingPoint, watching: Watching) -> Order:
     return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
 
 
-def _tell_what_died(life: Life, order: Order, start: StartingPoint) -> None:
+def _tell_what_died(life: Life, order: LaunchOrder, start: StartingPoint) -> None:
     if life.after is not None:
         cause = life.after.problem.partition("\n")[0]
         words = f"{cause}; the run goes on from step {start.step}"
@@ -244,12 +244,12 @@ class Watchers:
     """Who watches a run from outside, and may end it."""
 
     held: Held
-    watching: Watching
+    watching: RunWatchers
     interrupts: Interrupts
 
 
 async def _run(
-    order: Order, control: Callable[[World], Controller], start: StartingPoint, watchers: Watchers
+    order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, watchers: Watchers
 ) -> Summary:
     """Launch, control, and write the summary however it ends."""
     controller: Controller | None = None
@@ -321,7 +321,7 @@ def _finish(controller: Controller, summary: Summary, watchers: Watchers) -> Sum
     return summary
 
 
-async def _pulse(controller: Controller, world: World, watchers: Watchers) -> None:
+async def _pulse(controller: Controller, world: LaunchedRun, watchers: Watchers) -> None:
     """Renew the view and ``status.json``; the last status says that all has ended."""
     try:
         while True:
@@ -337,7 +337,9 @@ async def _pulse(controller: Controller, world: World, watchers: Watchers) -> No
             _write_status(controller, controller.live(), world, ended)
 
 
-def _write_status(controller: Controller, live: LiveState, world: World, components: list[Component]) -> None:
+def _write_status(
+    controller: Controller, live: LiveState, world: LaunchedRun, components: list[ComponentStatus]
+) -> None:
     status = Status(
         phase=live.phase,
         steps_done=live.steps_done,

@@ -15,7 +15,7 @@ from headrace.control import Controller
 from headrace.control.observer import Observer, Observers
 from headrace.control.summary import Summary
 from headrace.lasting import LastingStream
-from headrace.launch.order import Component
+from headrace.launch.order import ComponentStatus
 from headrace.observe import (
     Accountant,
     AlarmWatch,
@@ -23,14 +23,14 @@ from headrace.observe import (
     Raised,
     Recorder,
     RunFacts,
-    Settings,
     SystemWatch,
+    VerdictSettings,
     WatchedLoop,
     figures_of,
     open_view,
 )
 from headrace.observe.jsonl import EVENTS_FILE, METRICS_FILE
-from headrace.observe.terminal import PlainView, SilentView, View
+from headrace.observe.terminal import PlainView, SilentView, TerminalView
 from headrace.session.config import RunConfig
 from headrace.types.observation import Event, LiveState
 
@@ -40,13 +40,13 @@ SYSTEM_EVERY = 2
 """Looks at the run between two at the memory of its processes."""
 
 
-class Watching:
+class RunWatchers:
     """The watchers of one run, opened in the order given and closed in the other by ``stack``.
 
     Raises :class:`~headrace.errors.ConfigError` where a writer cannot be had.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: Settings) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: VerdictSettings) -> None:
         """``settings``: as far as the verdict depends on them."""
         clock = RealClock()
         self.controller: Controller | None = None
@@ -70,7 +70,7 @@ class Watching:
             self.observers.ask(loop.work.spans)
         stack.callback(self.observers.flush)
 
-    def look(self, controller: Controller, components: list[Component]) -> LiveState:
+    def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
         """The present moment, told to all of them."""
         if not self._looks % SYSTEM_EVERY:
             self._read(controller, components)
@@ -93,7 +93,7 @@ class Watching:
         with suppress(OSError, ValueError):  # standard error may be gone with it
             sys.stderr.write(f"warning: {text}\n")
 
-    def _read(self, controller: Controller, components: list[Component]) -> None:
+    def _read(self, controller: Controller, components: list[ComponentStatus]) -> None:
         """How much the processes of the run take of this machine; what they took in training goes into the account."""
         controller.state.system = self._system.read((part.role, part.pid) for part in components if not part.node)
         trained, self._trains = self._trains, controller.state.phase == TRAINING
@@ -122,7 +122,7 @@ class Watching:
             self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
 
 
-def _view(config: RunConfig, output: TextIO) -> View:
+def _view(config: RunConfig, output: TextIO) -> TerminalView:
     if config.observe.view == "none":
         return SilentView()
     if config.observe.view == "plain":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import NeedsFull, WeightsError
-from headrace.groups import Group, meet
+from headrace.groups import ProcessGroup, meet
 from headrace.sync.base import Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
@@ -37,7 +37,7 @@ class CollectiveOutbox:
         self._directory, self._deadline_s = directory, deadline_s
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
         self._transfer: Future[None] | None = None
-        self._group: tuple[str, Group] | None = None
+        self._group: tuple[str, ProcessGroup] | None = None
         self._name = ""
 
     def memory(self, num_bytes: int) -> memoryview:
@@ -94,7 +94,7 @@ class CollectiveInbox:
     def __init__(self, directory: Path, deadline_s: float) -> None:
         self._directory, self._deadline_s = directory, deadline_s
         self.address = secrets.token_hex(8)
-        self._group: tuple[str, Group] | None = None
+        self._group: tuple[str, ProcessGroup] | None = None
 
     def lend(self, update: WeightUpdate) -> None:
         return None
@@ -136,12 +136,12 @@ class CollectiveInbox:
             )
         group.broadcast(into)
 
-    def _heard(self, group: Group) -> list[int]:
+    def _heard(self, group: ProcessGroup) -> list[int]:
         header = _header(0, 0)
         group.broadcast_one(header)
         return header.tolist()
 
-    def _joined(self, update: WeightUpdate) -> Group:
+    def _joined(self, update: WeightUpdate) -> ProcessGroup:
         if self._group is not None and self._group[0] == update.path:
             return self._group[1]
         name, _, members = update.path.partition(".")

@@ -166,7 +166,7 @@ class HttpInbox:
         self._upload: _Upload | None = None
         self._changed = threading.Condition()
         try:
-            self._server = _Server((host, 0), self)
+            self._server = _UploadServer((host, 0), self)
         except OSError as error:
             raise ConfigError(
                 f"sync.host={host!r}: the engine cannot listen there: {error}",
@@ -231,7 +231,7 @@ class HttpInbox:
         )  # fmt: skip
 
 
-class _Server(ThreadingHTTPServer):
+class _UploadServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128  # connections that were made and not accepted yet; beyond, clients wait for seconds
@@ -242,7 +242,7 @@ class _Server(ThreadingHTTPServer):
         self._strangers: dict[Any, socket.socket] = {}
         """Connections that have not shown the token, by their client's address, the oldest first."""
         self._num_entitled = 0
-        super().__init__(address, _Handler)
+        super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a new connection. Where all places are taken, it gets that of the oldest one without the token."""
@@ -281,9 +281,9 @@ class _Server(ThreadingHTTPServer):
         """A connection that breaks off: whoever waits for its upload will say so."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _UploadHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: _Server
+    server: _UploadServer
     _entitled = False
 
     def setup(self) -> None:

@@ -27,7 +27,7 @@ from headrace.types.weights import Manifest, WeightUpdate
 
 
 @dataclass(slots=True, kw_only=True)
-class _Room:
+class _VersionBuffer:
     """Memory for one version, taken when it is first needed."""
 
     image: memoryview | None = None
@@ -39,7 +39,7 @@ class _Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Brought:
+class _ReceivedVersion:
     """A version that is here and verified."""
 
     version: int
@@ -63,12 +63,12 @@ class Receiver:
         self._inbox = open_inbox(self.manifest.total_bytes)
         away = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "cpu"}
         self._rooms = (
-            _Room(own={name: tensor.data for name, tensor in away.items()}),
-            _Room(own={name: torch.empty_like(tensor.data) for name, tensor in away.items()}),
+            _VersionBuffer(own={name: tensor.data for name, tensor in away.items()}),
+            _VersionBuffer(own={name: torch.empty_like(tensor.data) for name, tensor in away.items()}),
         )
         self._lock = threading.Lock()
-        self._staged: _Brought | None = None
-        self._used: _Brought | None = None
+        self._staged: _ReceivedVersion | None = None
+        self._used: _ReceivedVersion | None = None
         self._past: list[Tensor] = []
         """What was used before: let go of while staging, since giving memory back takes long."""
         self._exchanging: int | None = None
@@ -146,7 +146,7 @@ class Receiver:
         """Let go of the transport; the model keeps its weights."""
         self._inbox.close()
 
-    def _exchange(self, brought: _Brought, at_once: int) -> Iterator[None]:
+    def _exchange(self, brought: _ReceivedVersion, at_once: int) -> Iterator[None]:
         pairs = list(zip(self._targets.values(), brought.tensors, strict=True))
         for start in range(0, len(pairs), at_once):
             if start:
@@ -207,7 +207,7 @@ class Receiver:
             )
         return used.image
 
-    def _bring(self, update: WeightUpdate, base: memoryview | None) -> _Brought:
+    def _bring(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
         place = 1 if self._used is None else 1 - self._used.room
         image = self._inbox.lend(update)
         if image is None or base is not None:
@@ -215,7 +215,9 @@ class Receiver:
         self._verify(update, image)
         with _beside_the_passes(self._devices):
             tensors = self._tensors(update.manifest, image, place)
-        return _Brought(version=update.version, manifest=update.manifest, image=image, tensors=tensors, room=place)
+        return _ReceivedVersion(
+            version=update.version, manifest=update.manifest, image=image, tensors=tensors, room=place
+        )
 
     def _received(
         self, update: WeightUpdate, base: memoryview | None, lent: memoryview | None, image: memoryview

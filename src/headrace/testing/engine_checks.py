@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from headrace.errors import WeightsError
-from headrace.testing.engine_rig import CLOSE, FLUSH, Rig, Told, close, refuse
+from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, close, refuse
 from headrace.types.episode import StopReason
-from headrace.types.messages.engine import Fork, GenerateRequest, Score, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
 from headrace.types.versions import oldest
 from headrace.types.weights import Interrupt
 
@@ -184,7 +184,7 @@ def interrupted(rig: Rig, mode: Interrupt) -> None:
     close(told.logprobs, rig.reference(rig.version, told))
 
 
-def _honest(rig: Rig, told: Told, old: int, mode: Interrupt) -> None:
+def _honest(rig: Rig, told: RequestOutput, old: int, mode: Interrupt) -> None:
     """Each token has the logprob that the weights of its version give it."""
     versions = np.array(told.versions)
     if mode is Interrupt.ABORT_RETRY:
@@ -239,7 +239,7 @@ def scores(rig: Rig) -> None:
     """Under the weights in use, by one prefill."""
     (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=20))
     ids_T = np.array(told.prompt + told.ids, np.int32)
-    top = rig.core.top_scores(Score(call=0, ids_T=ids_T, top_k=2))
+    top = rig.core.top_scores(ScoreTokens(call=0, ids_T=ids_T, top_k=2))
     close(top.logprobs_T[3:], rig.reference(rig.version, told))
     assert (top.logs_TK[3:, 0] >= top.logs_TK[3:, 1]).all()
     assert (top.logs_TK[3:, 0] >= top.logprobs_T[3:] - CLOSE).all()
@@ -249,26 +249,28 @@ def warm_scores(rig: Rig) -> None:
     """At another temperature."""
     (told,) = rig.finish(rig.ask([3, 4, 5]))
     ids_T = np.array(told.prompt + told.ids, np.int32)
-    found = rig.core.score(Score(call=0, ids_T=ids_T, temperature=2.0))
+    found = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
     close(found[3:], rig.reference(rig.version, told, 2.0))
 
 
 def no_warm_scores(rig: Rig) -> None:
     """It says that it cannot."""
-    refuse(lambda: rig.core.score(Score(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature")
+    refuse(
+        lambda: rig.core.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature"
+    )
 
 
 def forks(rig: Rig) -> None:
     """Behind a prefix of an earlier answer; after a commit only where that is computed again."""
     number = rig.ask([3, 4, 5], max_new_tokens=12)
     (parent,) = rig.finish(number)
-    child = rig.ask([], max_new_tokens=5, fork=Fork(parent=number, at=4))
+    child = rig.ask([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
     rig.told[child].prompt = parent.prompt + parent.ids[:4]
     (told,) = rig.finish(child)
     close(told.logprobs, rig.reference(rig.version, told))
     rig.publish(Interrupt.DRAIN)
-    refuse(lambda: rig.ask([], fork=Fork(parent=number, at=4)), "version")
-    child = rig.ask([], max_new_tokens=5, fork=Fork(parent=number, at=4, stale=StaleFork.RECOMPUTE))
+    refuse(lambda: rig.ask([], fork=ForkRequest(parent=number, at=4)), "version")
+    child = rig.ask([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4, stale=StaleFork.RECOMPUTE))
     rig.told[child].prompt = parent.prompt + parent.ids[:4]
     (told,) = rig.finish(child)
     close(told.logprobs, rig.reference(rig.version, told))
@@ -278,14 +280,14 @@ def reuse(rig: Rig) -> None:
     """What older weights have computed may be shared."""
     number = rig.ask([3, 4, 5])
     rig.finish(number)
-    rig.finish(rig.ask([], fork=Fork(parent=number, at=4, stale=StaleFork.REUSE)))
+    rig.finish(rig.ask([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
 
 
 def no_reuse(rig: Rig) -> None:
     """It says that it cannot."""
     number = rig.ask([3, 4, 5])
     rig.finish(number)
-    refuse(lambda: rig.ask([], fork=Fork(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
+    refuse(lambda: rig.ask([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
 
 
 def kept(rig: Rig) -> None:

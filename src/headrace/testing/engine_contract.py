@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.engine.capabilities import Capabilities
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing import engine_checks as checks
@@ -52,13 +52,13 @@ class Suite:
     has: Callable[[Capabilities], bool] = lambda can: True
     """Whether an engine takes such models; another is refused when a run is loaded."""
 
-    def wanted(self, directory: Path, can: Capabilities) -> Wanted:
+    def wanted(self, directory: Path, can: Capabilities) -> ServeRequirements:
         """A model, made in ``directory``, and what an engine of it that ``can`` so much has to record. vLLM's attention
         on processors wants heads of 32."""
         spec = TinySpec(
             vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15, kind=self.kind, extra=self.extra
         )  # fmt: skip
-        return Wanted(
+        return ServeRequirements(
             path=str(make_tiny(directory, spec)),
             dtype="float32",
             max_context=MAX_CONTEXT,

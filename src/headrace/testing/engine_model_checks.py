@@ -6,8 +6,8 @@ import numpy as np
 
 from headrace.models.routing import RoutingRecorder, find_routing
 from headrace.testing.engine_checks import first_weights, interrupted
-from headrace.testing.engine_rig import CLOSE, Rig, Told, close, refuse
-from headrace.types.messages.engine import Score
+from headrace.testing.engine_rig import CLOSE, RequestOutput, Rig, close, refuse
+from headrace.types.messages.engine import ScoreTokens
 from headrace.types.recorded import Experts
 from headrace.types.weights import Interrupt
 
@@ -21,7 +21,7 @@ def adapters(rig: Rig) -> None:
     for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
         interrupted(rig, mode)
     (told,) = rig.finish(rig.ask([3, 4, 5], max_new_tokens=20))
-    scored = rig.core.score(Score(call=0, ids_T=np.array(told.prompt + told.ids, np.int32)))
+    scored = rig.core.score(ScoreTokens(call=0, ids_T=np.array(told.prompt + told.ids, np.int32)))
     close(scored[3:], rig.reference(rig.version, told))
 
 
@@ -57,7 +57,7 @@ def experts(rig: Rig) -> None:
     assert (np.sort(found, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
 
 
-def _experts_of(rig: Rig, told: Told) -> Experts:
+def _experts_of(rig: Rig, told: RequestOutput) -> Experts:
     """Where transformers itself sends each token."""
     routed = find_routing(rig.model)
     assert routed is not None

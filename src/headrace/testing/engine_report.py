@@ -18,7 +18,7 @@ from pathlib import Path
 from headrace.engine.capabilities import CAPABILITIES, Capabilities, capabilities
 from headrace.engine.served.config import ServerConfig
 from headrace.engine.served.core import ServedEngine
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.errors import HeadraceError
 from headrace.models.devices import CPU
 from headrace.testing.engine_contract import SUITES, Clause, Suite, keep
@@ -89,20 +89,20 @@ def _columns(pythons: dict[str, str]) -> Iterator[Column]:
         yield _column(kind, "fake", partial(_faked, kind))
 
 
-Make = Callable[[Wanted, Path], AbstractContextManager[Rig]]
+Make = Callable[[ServeRequirements, Path], AbstractContextManager[Rig]]
 """An engine, with a folder of its own."""
 
 
-def _real(kind: str, python: str, wanted: Wanted, scratch: Path) -> AbstractContextManager[Rig]:
+def _real(kind: str, python: str, wanted: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
     return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), wanted, scratch)
 
 
-def _interpreted(python: str, wanted: Wanted, scratch: Path) -> AbstractContextManager[Rig]:
+def _interpreted(python: str, wanted: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
     return _real("vllm", interpreted(python, scratch), wanted, scratch)
 
 
 @contextmanager
-def _faked(kind: str, wanted: Wanted, scratch: Path) -> Iterator[Rig]:
+def _faked(kind: str, wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
     with (
         fake_server(kind, wanted) as (url, _),
         served_rig(kind, ServerConfig(urls=(url,), any_version=True), wanted, scratch) as rig,

@@ -18,9 +18,9 @@ from headrace.engine.base import EngineCore
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.native import NativeEngine
 from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.forms import Form
+from headrace.engine.served.forms import ServedForm
 from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.engine.served.make import served
 from headrace.errors import HeadraceError
 from headrace.models import ModelConfig, load_model
@@ -32,7 +32,7 @@ from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import Fork, GenerateRequest
+from headrace.types.messages.engine import ForkRequest, GenerateRequest
 from headrace.types.sampling import Sampling
 from headrace.types.weights import Interrupt, SwapReport
 
@@ -46,7 +46,7 @@ SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class RequestOutput:
     """What the reader of one request has been told."""
 
     prompt: list[int]
@@ -94,12 +94,14 @@ class Rig:
     version: int = -1
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Of every version that was published."""
-    told: dict[int, Told] = field(default_factory=dict)
+    told: dict[int, RequestOutput] = field(default_factory=dict)
     """By the request's number."""
     requests: int = 0
     """Made so far."""
 
-    def ask(self, prompt: Sequence[int], *, fork: Fork | None = None, agent: str = "", **sampling: object) -> int:
+    def ask(
+        self, prompt: Sequence[int], *, fork: ForkRequest | None = None, agent: str = "", **sampling: object
+    ) -> int:
         """Add a request; its number."""
         request = self.request(prompt, **sampling)
         self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
@@ -115,7 +117,7 @@ class Rig:
 
     def follow(self, request: GenerateRequest) -> int:
         """From now on what it is told is noted."""
-        self.told[request.request_id] = Told(prompt=request.prompt_ids_T.tolist())
+        self.told[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
 
     def until(self, reached: Callable[[], bool]) -> None:
@@ -132,7 +134,7 @@ class Rig:
         for chunk in chunks:
             self.told[chunk.request_id].take(chunk)
 
-    def finish(self, *numbers: int) -> list[Told]:
+    def finish(self, *numbers: int) -> list[RequestOutput]:
         """What these have been told when they have ended, none of them by an error."""
         self.until(lambda: all(self.told[number].ended for number in numbers))
         for number in numbers:
@@ -171,7 +173,7 @@ class Rig:
         return reports[-1]
 
     @torch.inference_mode()
-    def logits(self, version: int, told: Told, agent: str = "") -> torch.Tensor:
+    def logits(self, version: int, told: RequestOutput, agent: str = "") -> torch.Tensor:
         """From which each token of an answer is drawn under the weights of ``version``, ``[T, V]`` in float64, by one
         pass of transformers itself."""
         self.model.load_state_dict(self.weights[version])
@@ -181,7 +183,7 @@ class Rig:
         drawn_TV: torch.Tensor = logits_TV[len(told.prompt) - 1 : -1].double()
         return drawn_TV
 
-    def reference(self, version: int, told: Told, temperature: float = 1.0, agent: str = "") -> FloatColumn:
+    def reference(self, version: int, told: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
         """The logprobs of an answer."""
         logprobs_TV = (self.logits(version, told, agent) / temperature).log_softmax(-1)
         column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(told.ids)[:, None])[:, 0].float().numpy()
@@ -212,7 +214,7 @@ def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | Floa
 
 
 @contextmanager
-def native_rig(wanted: Wanted, scratch: Path) -> Iterator[Rig]:
+def native_rig(wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
     """The embedded engine."""
     model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     config = EngineConfig(**SETTINGS)
@@ -223,13 +225,13 @@ def native_rig(wanted: Wanted, scratch: Path) -> Iterator[Rig]:
 
 
 @contextmanager
-def served_rig(kind: str, server: ServerConfig, wanted: Wanted, scratch: Path) -> Iterator[Rig]:
+def served_rig(kind: str, server: ServerConfig, wanted: ServeRequirements, scratch: Path) -> Iterator[Rig]:
     """An engine that is a server of ``kind``, started or found."""
     device = "cuda" if wanted.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
     settings = {**SETTINGS, "kind": kind, "server": server.model_dump(), "device": device}
     config = EngineConfig.model_validate(settings)
     can = replace(config.can, kept_sets=wanted.record_kept, routing=wanted.record_routing)
-    form = Form(wanted)
+    form = ServedForm(wanted)
     receiver = make_receiver(Route(), form.tensors())
     with (
         _learner(wanted, scratch) as (learner, publisher),
@@ -239,7 +241,7 @@ def served_rig(kind: str, server: ServerConfig, wanted: Wanted, scratch: Path) -
 
 
 @contextmanager
-def _learner(wanted: Wanted, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
+def _learner(wanted: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
     model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.clock import VirtualClock
-from headrace.control import Parts
+from headrace.control import Components
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.env import SingleTurn
 from headrace.errors import RequestError, WeightsError
@@ -217,14 +217,14 @@ def fake_parts(
     learner: FakeLearner | None = None,
     scorer: FakeScorer | None = None,
     num_tasks: int = 32,
-) -> Parts:
+) -> Components:
     """Every part of a run as a fake, for :func:`headrace.clock.run_virtual`; must be called inside it."""
     tasks = [
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
         for index in range(num_tasks)
     ]
     learner = learner or FakeLearner()
-    return Parts(
+    return Components(
         engine=engine or FakeEngine(),
         learner=learner,
         signs=learner.num_signs,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.errors import LedgerError
-from headrace.flow.ledger import Attempt, Fates, Ledger, Lengths
+from headrace.flow.ledger import Fates, GroupAttempt, Ledger, Lengths
 from headrace.flow.ledger.base import (
     CommitVersion,
     DropEpisodes,
@@ -23,7 +23,7 @@ from headrace.flow.ledger.base import (
     Stream,
     Submit,
 )
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.tokens import Tokens
 
@@ -39,9 +39,9 @@ def sampled(count: int, version: int = 0) -> Tokens:
     return Tokens(ids_T=ids, logprobs_T=-ids.astype(np.float32), versions_T=np.full(count, version, np.int32))
 
 
-def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> Episode:
+def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> EpisodeGraph:
     """One that has ended; failed where there is a ``cause``."""
-    return Episode(
+    return EpisodeGraph(
         key=EpisodeKey(group, place),
         turns=[
             Turn(author="task", tokens=Tokens.observed([group, place])),
@@ -122,7 +122,7 @@ def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None
     assert (ledger.ages(), ledger.notes()) == ({0: 8}, [("start", "step 0", 9.0)])
     assert (ledger.steps(), ledger.checksums()) == ({0: (0,)}, {1: "hash 1"})
     assert ledger.lengths() == Lengths(submitted=(4, 4), trained=(4, 4))
-    attempt = Attempt(number=1, row=10, oldest_version=0, closed=True, rewards=(0.0, 1.0))
+    attempt = GroupAttempt(number=1, row=10, oldest_version=0, closed=True, rewards=(0.0, 1.0))
     assert ledger.attempts(1) == [attempt]
     (first, _) = ledger.episodes(1)
     assert first.turns[1].tokens.logprobs_T.tolist() == [0.0, -1.0, -2.0, -3.0]

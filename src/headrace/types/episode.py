@@ -136,7 +136,7 @@ class TurnPart:
 
 
 @dataclass(slots=True, kw_only=True)
-class Episode:
+class EpisodeGraph:
     """The graph of turns of one attempt, and what it earned. Grows while it runs; read-only once it has ended."""
 
     key: EpisodeKey

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 
-class How(enum.StrEnum):
+class Aggregation(enum.StrEnum):
     """How the values of several steps become one."""
 
     MEAN = "mean"
@@ -32,7 +32,7 @@ class Metric:
     name: str
     unit: str
     """Empty for a plain number; ``frac``: between 0 and 1."""
-    how: How
+    how: Aggregation
     what: str
 
     @property
@@ -47,10 +47,10 @@ class Metric:
         return braces[1] if braces else ""
 
 
-MEAN, SUM, MAX, LAST = How.MEAN, How.SUM, How.MAX, How.LAST
+MEAN, SUM, MAX, LAST = Aggregation.MEAN, Aggregation.SUM, Aggregation.MAX, Aggregation.LAST
 
 
-def _rows(*rows: tuple[str, str, How, str]) -> tuple[Metric, ...]:
+def _rows(*rows: tuple[str, str, Aggregation, str]) -> tuple[Metric, ...]:
     return tuple(Metric(name=name, unit=unit, how=how, what=what) for name, unit, how, what in rows)
 
 
@@ -240,12 +240,12 @@ def combine(name: str, values: Sequence[float]) -> float:
     (5.0, 0.5, 1.0)
     """
     found = find(name)
-    match found[0].how if found else How.MEAN:
-        case How.SUM:
+    match found[0].how if found else Aggregation.MEAN:
+        case Aggregation.SUM:
             return sum(values)
-        case How.MAX:
+        case Aggregation.MAX:
             return max(values)
-        case How.LAST:
+        case Aggregation.LAST:
             return values[-1]
         case _:
             return sum(values) / len(values)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, role_of
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
 from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn, versions_of
 
@@ -24,16 +24,16 @@ class ScoredGroup:
     """The episodes that share a baseline."""
 
     number: int
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeGraph, ...]
     """All of them, failed ones included."""
 
     @property
-    def scored(self) -> list[Episode]:
+    def scored(self) -> list[EpisodeGraph]:
         """The episodes that are trained: they have a reward, and nothing keeps them out."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
 
     @property
-    def counted(self) -> list[Episode]:
+    def counted(self) -> list[EpisodeGraph]:
         """The episodes whose rewards make the baseline: those that are trained, and the masked ones."""
         counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
         return [episode for episode in self.episodes if episode.status in counted]
@@ -52,7 +52,7 @@ Credit = float | Sequence[float]
 """What the tokens of an episode are credited with: all the same, or each turn with its own."""
 
 
-def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
+def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
     """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only. A path on
     which nothing is left that carries loss makes no sample, as long as another one does."""
     return [
@@ -67,7 +67,7 @@ def paths(episode: Episode, advantage: Credit) -> list[TrainSample]:
     ]
 
 
-def loss_places(episode: Episode) -> list[tuple[int, npt.NDArray[np.int64]]]:
+def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]]:
     """Where the tokens that carry loss lie, in the order in which :func:`paths` lays them out: a turn, and places in
     it."""
     return [
@@ -78,7 +78,7 @@ def loss_places(episode: Episode) -> list[tuple[int, npt.NDArray[np.int64]]]:
     ]
 
 
-def _masked_paths(episode: Episode) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
+def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
     """Every path that makes a sample, with the mask of each of its turns."""
     trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
     found = []
@@ -122,7 +122,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             taught_L=None if taught_N is None else taught_N[batch.mask_N],
         )
 
-    def gaps(self, episode: Episode) -> dict[int, FloatColumn]:
+    def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
         """log π − log μ of every token of each turn of ``episode`` that carried loss, by turn; NaN where a token did
         not."""
         found: dict[int, FloatColumn] = {}
@@ -133,7 +133,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             found[turn] = gaps_T
         return found
 
-    def taught(self, episode: Episode) -> dict[int, Taught]:
+    def taught(self, episode: EpisodeGraph) -> dict[int, Taught]:
         """What the teacher beside the learner says of each turn of ``episode`` that carried loss, by turn."""
         if (said := self.taught_L) is None:
             return {}
@@ -142,7 +142,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             for turn, places, span in self._spans(episode)
         }
 
-    def _spans(self, episode: Episode) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
+    def _spans(self, episode: EpisodeGraph) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
         """The turns of ``episode`` that carried loss, the places in each, and where these lie among the L tokens."""
         here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
         if not here.any():
@@ -153,7 +153,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             begin += len(places)
 
 
-def _by_token(episode: Episode, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
+def _by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
     lengths = [len(episode.turns[index].tokens) for index in path]
     return np.repeat(np.array([advantages[index] for index in path], np.float32), lengths)
 

@@ -29,7 +29,7 @@ from headrace.errors import DataError, HeadraceError
 from headrace.view import episodes, figures
 from headrace.view.changes import changes
 from headrace.view.credit import Credits
-from headrace.view.door import Door
+from headrace.view.door import ViewAuth
 from headrace.view.outliers import outliers
 from headrace.view.run import OpenRun
 from headrace.view.timeline import timeline
@@ -53,7 +53,7 @@ STATIC = str(files("headrace.view") / "static")
 
 def make_app(
     runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
-) -> Door:
+) -> ViewAuth:
     """The whole dashboard of ``runs`` as an ASGI application; ``ending`` says when streams must end, ``secure`` that it
     is reached over TLS only."""
 
@@ -90,7 +90,7 @@ def make_app(
         ],
         exception_handlers={HeadraceError: _refused, HTTPException: _not_found},
     )
-    return Door(app, token=token, secure=secure)
+    return ViewAuth(app, token=token, secure=secure)
 
 
 Answer = Callable[[OpenRun, Request], Any]

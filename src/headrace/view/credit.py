@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.errors import ConfigError
-from headrace.flow.ledger.browse import EpisodeRow, Wanted
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.flow.ledger.browse import EpisodeQuery, EpisodeRow
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 from headrace.types.tokens import FloatColumn
 from headrace.view.run import OpenRun
 
@@ -39,7 +39,7 @@ class Credits:
         self._known: dict[tuple[Path, int], _Step] = {}
         self._teaching: dict[Path, ReverseKl | None] = {}
 
-    def of(self, run: OpenRun, episode: Episode, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
+    def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
         """One advantage per turn, or ``None`` and why there is none, in words."""
         if row.step is None:
             return None, "no step has taken its group"
@@ -89,7 +89,7 @@ def _worked_out(run: OpenRun, step: int) -> _Step:
         return {}, f"advantage {algo.advantage.kind!r} is of single turns, which the ledger's counts do not tell"
     if algo.advantage.by_critic:
         return {}, f"advantage {algo.advantage.kind!r} follows from a critic, whose values are not recorded"
-    rows = run.browser().page(Wanted(step=step), order="oldest", limit=MOST_EPISODES)
+    rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     counted = [row for row in rows if row.status in COUNTED and row.reward is not None]
     if not counted or len(rows) == MOST_EPISODES:
         return {}, "its step has more episodes than are worked out here" if counted else "nothing of it was rewarded"

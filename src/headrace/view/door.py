@@ -38,7 +38,7 @@ _FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="colo
 """
 
 
-class Door:
+class ViewAuth:
     """Lets requests through to ``app``, or answers them itself."""
 
     def __init__(self, app: ASGIApp, *, token: str, secure: bool = False) -> None:

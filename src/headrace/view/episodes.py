@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from headrace.clock import Clock
 from headrace.errors import DataError
-from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeRow, Wanted
-from headrace.types.episode import Episode, EpisodeKey, Turn
+from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
+from headrace.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.types.recorded import Routing
 from headrace.types.tokens import versions_of
 from headrace.types.versions import NOT_SAMPLED
 from headrace.view.credit import Credits
 from headrace.view.run import OpenRun
-from headrace.view.taught import Told, greatest, why_untaught
+from headrace.view.taught import TaughtTokens, greatest, why_untaught
 
 PAGE = 50
 MOST_PAGE = 500
@@ -71,7 +71,7 @@ def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, A
     return {"found": found, "read": read, "next": ""}
 
 
-def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[Episode]:
+def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
     """Every episode before ``at`` (``None``: all), the latest first."""
     while block := browser.before(at, BLOCK):
         yield from block
@@ -84,11 +84,11 @@ def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
     episode = run.browser().episode(key)
     if episode is None:
         raise DataError(f"there is no episode {key} that has ended", remedy="choose one from the list")
-    siblings = run.browser().page(Wanted(group=key.group), order="oldest", limit=MOST_PAGE)
+    siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
     row = next(each for each in siblings if each.place == key.place)
     advantages, why = credits.of(run, episode, row)
     differing = routing_differences(episode)
-    told = Told.of(run, episode)
+    told = TaughtTokens.of(run, episode)
     if credits.adds_teacher(run) and not told.taught:
         advantages, why = None, f"a teacher adds to it, and of that: {why_untaught(run, row.step)}"
     turns = [
@@ -108,7 +108,7 @@ def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
     }
 
 
-def _taught(credits: Credits, run: OpenRun, episode: Episode, told: Told, turn: int) -> dict[str, Any]:
+def _taught(credits: Credits, run: OpenRun, episode: EpisodeGraph, told: TaughtTokens, turn: int) -> dict[str, Any]:
     """What teachers said of a turn, as a whole."""
     said, gaps_T = told.taught.get(turn), told.teacher_gaps(episode, turn)
     added_T = credits.by_teacher(run, gaps_T)
@@ -139,7 +139,7 @@ def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    told = run.remembered(f"told {name}", lambda: Told.of(run, episode))
+    told = run.remembered(f"told {name}", lambda: TaughtTokens.of(run, episode))
     if turn in told.gaps:
         columns["gap"] = [_finite(value) for value in told.gaps[turn][first:last].tolist()]
     if (said := told.taught.get(turn)) is not None:
@@ -176,7 +176,7 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
     return detail
 
 
-def routing_differences(episode: Episode) -> list[npt.NDArray[np.int64] | None] | None:
+def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
     """Per turn and token, how many of its experts a later turn chose otherwise when it read the token again as
     context; −1 where only one of the two is recorded. ``None`` where nothing was recorded at all."""
     found: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
@@ -188,7 +188,7 @@ def routing_differences(episode: Episode) -> list[npt.NDArray[np.int64] | None] 
     return found if any(each is not None for each in found) else None
 
 
-def _read_again(episode: Episode, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
     """The turns before the last one of ``path`` that were read again for it, each with how many experts differ."""
     again = episode.turns[path[-1]].context_routing
     before = 0
@@ -254,7 +254,7 @@ def _said(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
     return {"prompt": prompt[-EXCERPT:], "answer": answer[:EXCERPT]}
 
 
-def _place_of(run: OpenRun, episode: Episode, needle: str) -> dict[str, Any] | None:
+def _place_of(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -270,7 +270,7 @@ def _place_of(run: OpenRun, episode: Episode, needle: str) -> dict[str, Any] | N
     return None
 
 
-def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[Episode, Turn]:
+def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
     key = _key(name)
     episode = run.browser().episode(key)
     if episode is None or not 0 <= turn < len(episode.turns):
@@ -285,12 +285,12 @@ def whole_number(text: str) -> int | None:
     return int(text) if is_number else None
 
 
-def _wanted(asked: dict[str, str]) -> Wanted:
+def _wanted(asked: dict[str, str]) -> EpisodeQuery:
     given = {name: value for name, value in asked.items() if value not in ("", "offset")}
     try:
-        return msgspec.convert(given, Wanted, strict=False)
+        return msgspec.convert(given, EpisodeQuery, strict=False)
     except msgspec.ValidationError as error:
-        names = ", ".join(Wanted.__struct_fields__)
+        names = ", ".join(EpisodeQuery.__struct_fields__)
         raise DataError(f"the filter cannot be used: {error}", remedy=f"known: {names}") from None
 
 

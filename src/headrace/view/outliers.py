@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from headrace.clock import Clock
-from headrace.flow.ledger.browse import EpisodeRow, Wanted
-from headrace.types.episode import Episode, EpisodeKey
+from headrace.flow.ledger.browse import EpisodeQuery, EpisodeRow
+from headrace.types.episode import EpisodeGraph, EpisodeKey
 from headrace.types.tokens import FloatColumn
 from headrace.types.versions import oldest
 from headrace.view.run import OpenRun
@@ -29,7 +29,7 @@ MOST_EPISODES = 20_000
 
 def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
     """Of the sampled tokens that ``step`` trained, those with the greatest |log π − log μ|, or the least log μ."""
-    rows = run.browser().page(Wanted(step=step), order="oldest", limit=MOST_EPISODES)
+    rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     scored = [row for row in rows if row.status == "scored"]
     until_s = clock.now() + LOOK_S
     found: list[tuple[float, tuple[int, int, int, int], dict[str, Any]]] = []
@@ -49,7 +49,7 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
 
 
 def _of(
-    episode: Episode, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
+    episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
     found = []
     for index, turn in enumerate(episode.turns):

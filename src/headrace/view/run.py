@@ -17,9 +17,9 @@ from headrace.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, r
 from headrace.types.observation import Event, StepRecord
 from headrace.types.trace import Span
 from headrace.view.lanes import LaneIndex
-from headrace.view.sheet import Sheet
+from headrace.view.sheet import JsonFile
 from headrace.view.tail import Tail
-from headrace.view.text import Words
+from headrace.view.text import DirectoryTokenizer
 
 T = TypeVar("T")
 
@@ -52,18 +52,18 @@ class OpenRun:
         self._metrics = Tail(directory / METRICS_FILE, StepRecord)
         self._trace = Tail(directory / TRACE_FILE, Span)
         self._told = Tail(directory / EVENTS_FILE, Event)
-        self.config = Sheet(directory / "config.json")
-        self.summary = Sheet(directory / "summary.json")
-        self.status = Sheet(directory / "status.json")
-        self.live = Sheet(directory / LIVE_FILE)
-        self.parts = Sheet(directory / "parts.json")
+        self.config = JsonFile(directory / "config.json")
+        self.summary = JsonFile(directory / "summary.json")
+        self.status = JsonFile(directory / "status.json")
+        self.live = JsonFile(directory / LIVE_FILE)
+        self.parts = JsonFile(directory / "parts.json")
         self._known: dict[str, tuple[float, Any]] = {}
         self._browser: tuple[tuple[int, bool], Browser] | None = None
         self._heard: tuple[float, float] | None = None
         """The time of the latest status, and when it was first seen by our own clock."""
         self._renewed = False
         """Whether a newer status has come since this was opened: the run lives, whatever its clock says."""
-        self.words = Words(str(self.config.section("model").get("path") or ""))
+        self.words = DirectoryTokenizer(str(self.config.section("model").get("path") or ""))
 
     @property
     def name(self) -> str:

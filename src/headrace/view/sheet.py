@@ -10,12 +10,12 @@ import msgspec
 MOST_BYTES = 64 << 20
 
 
-class Sheet:
+class JsonFile:
     """The object in ``path``, read again when the file has changed.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "summary.json"
-    >>> sheet = Sheet(path)
+    >>> sheet = JsonFile(path)
     >>> sheet.tree, path.write_text('{"steps": 3}'), sheet.tree
     ({}, 12, {'steps': 3})
     """

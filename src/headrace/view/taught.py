@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn
 from headrace.view.run import OpenRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TaughtTokens:
     """By turn; turns of which nothing is recorded are left out."""
 
     gaps: Mapping[int, FloatColumn]
@@ -30,7 +30,7 @@ class Told:
     """What a teacher says of the tokens, wherever it computes."""
 
     @classmethod
-    def of(cls, run: OpenRun, episode: Episode) -> Told:
+    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TaughtTokens:
         """What is recorded of ``episode``."""
         learned = run.browser().learned(episode.key.group)
         served = {index: said for index, turn in enumerate(episode.turns) if (said := turn.tokens.taught) is not None}
@@ -38,7 +38,7 @@ class Told:
             return cls(gaps={}, taught=served)
         return cls(gaps=learned.gaps(episode), taught={**learned.taught(episode), **served})
 
-    def teacher_gaps(self, episode: Episode, turn: int) -> FloatColumn | None:
+    def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
         """log ν − log μ of the tokens of a turn; NaN where no teacher was asked."""
         said = self.taught.get(turn)
         return None if said is None else said.logprobs_T - episode.turns[turn].tokens.logprobs_T

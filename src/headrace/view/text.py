@@ -15,7 +15,7 @@ BEFORE = 16
 Decode = Callable[[Sequence[int]], str]
 
 
-class Words:
+class DirectoryTokenizer:
     """Turns ids into text with the tokenizer of a model directory, loaded when it is first needed."""
 
     def __init__(self, model_dir: str) -> None:

@@ -19,7 +19,7 @@ from headrace.algo.advantages.groups import (
     Rloo,
 )
 from headrace.algo.advantages.outcomes import Outcomes, outcomes_of
-from headrace.algo.advantages.tokens import GaeAdvantage, Prpo, ReverseKl, Step
+from headrace.algo.advantages.tokens import GaeAdvantage, Prpo, ReverseKl, StepAdvantage
 
 AnyAdvantage = (
     GrpoAdvantage
@@ -30,7 +30,7 @@ AnyAdvantage = (
     | Opo
     | Remax
     | Rae
-    | Step
+    | StepAdvantage
     | OptimalBaseline
     | Prpo
     | ReverseKl

@@ -26,7 +26,7 @@ from headrace.algo.returns import gae
 
 
 # GAE: each token against what a critic expected before it was sampled.
-class Estimate(NamedTuple):
+class CriticEstimate(NamedTuple):
     """What a critic's values come to; 0 for the tokens of an episode that does not count."""
 
     advantages_N: Floats
@@ -70,7 +70,7 @@ class GaeAdvantage(AdvantageSection):
         """The credit of every token."""
         return self.scaled(self.estimate(outcomes).advantages_N, outcomes.counted_E[outcomes.owners_N])
 
-    def estimate(self, outcomes: Outcomes) -> Estimate:
+    def estimate(self, outcomes: Outcomes) -> CriticEstimate:
         """Advantages before they are normalised, each episode by itself, and what the critic learns from it."""
         values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
         places_T = np.arange(lengths_E.max(initial=0))
@@ -85,7 +85,7 @@ class GaeAdvantage(AdvantageSection):
         ]
         flat = np.zeros((3, len(values_N)))
         flat[:, counted_N] = [column.numpy()[inside_ET] for column in columns]
-        return Estimate(*flat)
+        return CriticEstimate(*flat)
 
     def scaled(self, advantages_N: Floats, counted_N: Bools) -> Floats:
         """As ``normalize`` says, over all tokens of a batch that count; 0 for the others."""
@@ -202,7 +202,7 @@ def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -
 
 
 # Credit by turn: each turn is compared with other turns taken in the same state.
-class Step(AdvantageSection):
+class StepAdvantage(AdvantageSection):
     """R_episode − mean of the others + ω·(G − mean of the other G in the same state), G = Σ γ^k r from the turn on.
 
     A row is a turn, in order of time; ``episodes`` says of which episode (left out: each is its own), ``states`` in

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
-from headrace.control.seen import Seen, look_at
+from headrace.control.seen import BatchStats, look_at
 from headrace.control.state import RunState
 from headrace.errors import RunError
 from headrace.flow import TakenBatch
@@ -36,7 +36,7 @@ class Ordered:
 
     step: int
     groups: list[ScoredGroup]
-    seen: Seen
+    seen: BatchStats
     """What their episodes come to."""
     batch: Batch
     """With the loss of every token that could have carried one."""

@@ -16,11 +16,11 @@ from headrace.errors import DataError
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
 
-FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Episode]]
+FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, EpisodeGraph]]
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
 """Told of a turn that was sampled, and what after."""
 
@@ -151,7 +151,7 @@ class RolloutLoop:
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
-            await self._finished.put((group, Episode(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)))
+            await self._finished.put((group, EpisodeGraph(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)))
             return
         withdrawal = group.running[place] = Withdrawal()
         self._attempted[key] = group.task
@@ -167,7 +167,7 @@ class RolloutLoop:
         await self._finished.put((group, episode))
 
 
-def _other_prompt(ended: Sequence[Episode], task: Task) -> bool:
+def _other_prompt(ended: Sequence[EpisodeGraph], task: Task) -> bool:
     """Whether one of the episodes began with another prompt than that of ``task``."""
     first = [episode.turns[0] for episode in ended if episode.turns]
     prompts = [turn.tokens.ids_T for turn in first if turn.author == "task"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from headrace.control.board import LoopContract
-from headrace.control.drought import Drought
+from headrace.control.drought import ZeroSignalCounter
 from headrace.control.evaluation import completion_ids, completion_text
 from headrace.control.groups import Closed, OpenGroup, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
@@ -23,7 +23,7 @@ from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
 from headrace.rollout.runner import remedy_of
 from headrace.scoring import Graded, ScoringContext
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
 from headrace.types.messages.scorer import TrainerState
 from headrace.types.task import Task
 from headrace.types.tokens import IntColumn
@@ -53,7 +53,7 @@ class ScoringLoop:
         self._pivots: PivotResampler | None = None
         if config.pivots is not None:
             self._pivots = PivotResampler(state, config.pivots, judge=self._judge, on_turn=self.turn_ended)
-        self._drought = Drought(most=config.max_idle_batches * config.groups_per_step)
+        self._drought = ZeroSignalCounter(most=config.max_idle_batches * config.groups_per_step)
         state.tally.rewarding.most = config.groups_per_step * config.group_size
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
@@ -103,7 +103,7 @@ class ScoringLoop:
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
-    def _take(self, group: OpenGroup, episode: Episode, scorings: asyncio.TaskGroup) -> None:
+    def _take(self, group: OpenGroup, episode: EpisodeGraph, scorings: asyncio.TaskGroup) -> None:
         by_group = self._state.parts.scorer.by_group
         earned = episode.status is EpisodeStatus.FINISHED and episode.reward is not None
         if self._teaching is not None and not episode.status.ended:
@@ -123,12 +123,12 @@ class ScoringLoop:
             if unscored:
                 scorings.create_task(self._score(group, unscored))
 
-    async def _score(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+    async def _score(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         await self._rate(group, episodes)
         await self._grow(group, episodes)
         self._ended(group, episodes)
 
-    async def _grow(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+    async def _grow(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         """Add branches to those that have failed."""
         if self._pivots is None:
             return
@@ -136,7 +136,7 @@ class ScoringLoop:
             for episode in episodes:
                 growing.create_task(self._pivots.grow(group, episode))
 
-    async def _judge(self, group: OpenGroup, attempts: Sequence[Episode]) -> None:
+    async def _judge(self, group: OpenGroup, attempts: Sequence[EpisodeGraph]) -> None:
         """Score attempts that are to be branches, if they have come to their end."""
         finished = [attempt for attempt in attempts if attempt.status is EpisodeStatus.FINISHED]
         for attempt in attempts:
@@ -151,7 +151,7 @@ class ScoringLoop:
         if unscored := [attempt for attempt in finished if not attempt.status.ended]:
             await self._rate(group, unscored)
 
-    async def _rate(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+    async def _rate(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.asking("scoring", "a reward", of="scoring workers"), self._at_it:
@@ -160,7 +160,7 @@ class ScoringLoop:
             await self._grade(episode, scores.of(place))
         state.tally.last_sample, state.tally.last_sample_reward = texts[-1], episodes[-1].reward
 
-    def _context_of(self, episodes: Sequence[Episode]) -> ScoringContext:
+    def _context_of(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
         """What a reward may ask for beside task and text. The step is the version under which the group was admitted,
         which is the same however often and whenever the group is scored."""
         ids = tuple(completion_ids(episode) for episode in episodes)
@@ -171,12 +171,12 @@ class ScoringLoop:
         version = None if group is None else group.oldest_version
         return trainer_state(self._state, version or 0)
 
-    async def _conclude(self, group: OpenGroup, episode: Episode, graded: Graded) -> None:
+    async def _conclude(self, group: OpenGroup, episode: EpisodeGraph, graded: Graded) -> None:
         await self._grade(episode, graded)
         await self._grow(group, [episode])
         self._ended(group, [episode])
 
-    async def _grade(self, episode: Episode, graded: Graded) -> None:
+    async def _grade(self, episode: EpisodeGraph, graded: Graded) -> None:
         """Put together what the whole episode earned, what its turns did, and what a teacher says of them."""
         failure = "" if self._teaching is None else await self._teaching.add(episode)
         if self._turns is not None:
@@ -184,7 +184,7 @@ class ScoringLoop:
         self._state.tally.rewarding.add(graded, lambda words, kind: self._state.warn(words, kind=kind))
         settle(episode, replace(graded, reward=None, failure=failure) if failure else graded)
 
-    def _ended(self, group: OpenGroup, episodes: Sequence[Episode]) -> None:
+    def _ended(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         state = self._state
         for episode in episodes:
             group.episodes[episode.key.place] = episode

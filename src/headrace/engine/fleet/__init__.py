@@ -2,6 +2,6 @@
 
 from headrace.engine.fleet.config import FleetConfig
 from headrace.engine.fleet.fleet import Fleet
-from headrace.engine.fleet.router import Router, Wish
+from headrace.engine.fleet.router import Router, RouteRequest
 
-__all__ = ["Fleet", "FleetConfig", "Router", "Wish"]
+__all__ = ["Fleet", "FleetConfig", "RouteRequest", "Router"]

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 from headrace.clock import Clock
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
-from headrace.engine.fleet.journey import MAX_FRUITLESS, Journey
-from headrace.engine.fleet.member import TICK_S, Homes, Member
+from headrace.engine.fleet.journey import MAX_FRUITLESS, RoutedRequest
+from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes
 from headrace.engine.fleet.router import Router, SeatState
 from headrace.engine.fleet.totals import combined, total
 from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
@@ -62,7 +62,7 @@ class Fleet:
         self._left: dict[str, int] = {}
         self._gone = EngineStats()
         self._numbers = itertools.count()
-        self._homes = Homes()
+        self._homes = StickyRoutes()
         self._update: WeightUpdate | None = None
         self._paused: bool | None = None  # with release or without; None: it goes on
         self._changed = asyncio.Event()
@@ -201,7 +201,7 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        journey = Journey(
+        journey = RoutedRequest(
             number=next(self._numbers),
             prompt_ids_T=prompt_ids_T,
             sampling=sampling,
@@ -219,7 +219,7 @@ class Fleet:
                 await leg.aclose()
             self._router.end(journey.number)
 
-    async def _leg(self, journey: Journey) -> AsyncIterator[TokenChunk]:
+    async def _leg(self, journey: RoutedRequest) -> AsyncIterator[TokenChunk]:
         """What one engine makes of it: all of it, or until that engine is gone."""
         fork = journey.options.fork
         home, fork = (None, None) if fork is None else self._homes.of(fork)
@@ -241,14 +241,14 @@ class Fleet:
             if home is not None or journey.avoid >= self._members.keys():
                 raise
 
-    def _took(self, journey: Journey, member: Member, chunk: TokenChunk) -> TokenChunk:
+    def _took(self, journey: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
         self._homes.put(journey.number, member, chunk.request_id)
         passed_on = journey.took(chunk)
         if journey.over:
             self._router.end(journey.number)  # its reader may take its time
         return passed_on
 
-    async def _place(self, journey: Journey, home: Member | None = None) -> Member:
+    async def _place(self, journey: RoutedRequest, home: Member | None = None) -> Member:
         wish = journey.wish("" if home is None else home.name, alone=len(self._members) == 1)
         while (name := self._router.place(journey.number, wish, journey.avoid)) is None:
             if self._router.serves and not journey.avoid:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headrace.engine.base import RequestOptions, TokenChunk
-from headrace.engine.fleet.router import Wish, prefix_keys
+from headrace.engine.fleet.router import RouteRequest, prefix_keys
 from headrace.errors import ComponentDied, SequenceFailed
-from headrace.types.messages.engine import Fork
+from headrace.types.messages.engine import ForkRequest
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn
 from headrace.types.versions import NOT_SAMPLED
@@ -22,7 +22,7 @@ LEAST_S = 1e-3
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Journey:
+class RoutedRequest:
     """What was asked, and how far it is."""
 
     number: int
@@ -45,17 +45,17 @@ class Journey:
     _fruitless: int = 0
     """Engines that died with it since its last token."""
 
-    def wish(self, only: str = "", *, alone: bool = False) -> Wish:
+    def wish(self, only: str = "", *, alone: bool = False) -> RouteRequest:
         """Where it would like to be; ``only`` names the one engine that can serve it; ``alone``: there is but one."""
         bound = self.options.pinned and self._version != NOT_SAMPLED
-        return Wish(
+        return RouteRequest(
             session=self.options.session,
             prefixes=() if alone else prefix_keys(self.prompt_ids_T),
             only=only,
             version=self._version if bound else None,
         )
 
-    def asked(self, now_s: float, fork: Fork | None) -> RequestOptions:
+    def asked(self, now_s: float, fork: ForkRequest | None) -> RequestOptions:
         """What the next engine is asked, beside prompt and sampling; ``fork`` is in that engine's words."""
         if not self._moved and fork is None:
             return self.options

@@ -10,7 +10,7 @@ import msgspec
 from headrace.engine.base import Engine
 from headrace.errors import DeadlineError, RequestError
 from headrace.types.messages.controller import EngineStats
-from headrace.types.messages.engine import Fork
+from headrace.types.messages.engine import ForkRequest
 from headrace.types.versions import NOT_SAMPLED
 
 TICK_S = 1.0
@@ -54,7 +54,7 @@ class Member:
         )
 
 
-class Homes:
+class StickyRoutes:
     """Who served which request, and under which number."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Homes:
         if len(self._homes) > HOMES:
             self._homes.popitem(last=False)
 
-    def of(self, fork: Fork) -> tuple[Member, Fork]:
+    def of(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
         """The one engine that can serve a fork, and the fork in its words. Raises
         :class:`~headrace.errors.RequestError` where that cannot."""
         member, parent = self._homes.get(fork.parent, (None, -1))

@@ -50,7 +50,7 @@ class SeatState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RouteRequest:
     """Where a sequence would like to be."""
 
     session: str = ""
@@ -63,11 +63,11 @@ class Wish:
     """The weights it has to be computed with; ``None``: those in use."""
 
 
-ANYWHERE = Wish()
+ANYWHERE = RouteRequest()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Seat:
+class EngineLoad:
     """One engine, as the router sees it."""
 
     name: str
@@ -89,8 +89,8 @@ class Router:
     """The books: who is there, and who serves what. A sequence is a number that its owner gives."""
 
     def __init__(self) -> None:
-        self._seats: dict[str, Seat] = {}
-        self._places: dict[int, Seat] = {}
+        self._seats: dict[str, EngineLoad] = {}
+        self._places: dict[int, EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._prefixes: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._turns = count(1)
@@ -123,7 +123,7 @@ class Router:
         """An engine is there; it serves once it has weights."""
         if name in self._seats:
             raise ValueError(f"{name} is there already")
-        self._seats[name] = Seat(name=name)
+        self._seats[name] = EngineLoad(name=name)
 
     def leave(self, name: str) -> tuple[int, ...]:
         """It is gone; the sequences that it served, which nobody does now, in the order of their coming to it."""
@@ -155,7 +155,7 @@ class Router:
         if seat is not None and seat.state is SeatState.HELD:
             seat.state = SeatState.SERVING
 
-    def place(self, sequence: int, wish: Wish = ANYWHERE, avoid: Collection[str] = ()) -> str | None:
+    def place(self, sequence: int, wish: RouteRequest = ANYWHERE, avoid: Collection[str] = ()) -> str | None:
         """Find an engine for ``sequence`` and book it there; ``None`` where no engine that is there can be it."""
         if sequence in self._places:
             raise ValueError(f"sequence {sequence} has a place already")
@@ -175,14 +175,14 @@ class Router:
         if seat is not None:
             del seat.sequences[sequence]
 
-    def _choose(self, wish: Wish, able: list[Seat]) -> Seat | None:
+    def _choose(self, wish: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
         if not able:
             return None
         least = min(able, key=lambda seat: (seat.load, seat.turn))
         known = self._known(wish, able)
         return known if known is not None and known.load <= allowed_load(least.load) else least
 
-    def _known(self, wish: Wish, able: list[Seat]) -> Seat | None:
+    def _known(self, wish: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
         """The engine that has begun with it, or with one like it."""
         by_name = {seat.name: seat for seat in able}
         if wish.session and (before := by_name.get(self._sessions.get(wish.session, ""))) is not None:
@@ -194,14 +194,14 @@ class Router:
                 return seat
         return None
 
-    def _remember(self, wish: Wish, seat: Seat) -> None:
+    def _remember(self, wish: RouteRequest, seat: EngineLoad) -> None:
         if wish.session:
             _put(self._sessions, wish.session, seat.name)
         for key in wish.prefixes:
             _put(self._prefixes, key, (seat.name, seat.version))
 
 
-def _able(seat: Seat, wish: Wish) -> bool:
+def _able(seat: EngineLoad, wish: RouteRequest) -> bool:
     """Whether it can serve what wishes for this."""
     return (
         seat.state is not SeatState.JOINING

@@ -69,7 +69,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forked:
+class ForkedBlocks:
     """The blocks of a fork."""
 
     table: list[int]
@@ -184,18 +184,18 @@ class BlockPool:
             self._note(digest, table[place])
         chain.length, chain.digest = end, digest
 
-    def fork(self, table: Sequence[int], num_tokens: int) -> Forked | None:
+    def fork(self, table: Sequence[int], num_tokens: int) -> ForkedBlocks | None:
         """A second table with the first ``num_tokens`` computed tokens of ``table``: full blocks are shared, a last one
         that is filled in part gets a target of its own. ``None``, with nothing changed, if there is no room for it."""
         full = num_tokens // BLOCK
         if not num_tokens % BLOCK:
             self.share(table[:full])
-            return Forked(table=list(table[:full]), copy=None)
+            return ForkedBlocks(table=list(table[:full]), copy=None)
         fresh = self.take(1)
         if fresh is None:
             return None
         self.share(table[:full])
-        return Forked(table=[*table[:full], *fresh], copy=(table[full], fresh[0]))
+        return ForkedBlocks(table=[*table[:full], *fresh], copy=(table[full], fresh[0]))
 
     def held_once(self, block: int) -> bool:
         """Whether it has one holder: nobody else may be filling it in this pass."""

@@ -17,7 +17,7 @@ from headrace.engine.config import LEAST_TEMPERATURE
 from headrace.errors import ConfigError
 from headrace.models.rope import ContextLimit
 from headrace.types.columns import IntColumn
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.recorded import KeptSets
 from headrace.types.sampling import Sampling
 
@@ -89,7 +89,7 @@ def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
     return next(_problems(sampling, vocab_size), "")
 
 
-def score_problem(request: Score, vocab_size: int) -> str:
+def score_problem(request: ScoreTokens, vocab_size: int) -> str:
     """Why ``request`` cannot be scored, its routing aside, in words; empty if it can."""
     checked = check_ids("ids_T", request.ids_T, vocab_size)
     if checked.problem:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from headrace.engine.native.sampler import (
     Draw,
-    Limits,
     LogSoftmax,
+    TruncationLimits,
     entropies,
     find_support,
     sample,
@@ -124,7 +124,7 @@ class Controls:
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
-        limits = Limits(
+        limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),
             top_p_R=self._tensor(self._top_p_R[rows]),
             min_p_R=self._tensor(self._min_p_R[rows]),

@@ -31,13 +31,13 @@ from headrace.engine.native.controls import Controls
 from headrace.engine.native.deadlines import Deadlines
 from headrace.engine.native.intake import STALE_REMEDY, Bounds, Intake, stale_fork
 from headrace.engine.native.memory import make_cache
-from headrace.engine.native.outbox import Outbox
-from headrace.engine.native.packing import Packing
+from headrace.engine.native.outbox import ChunkBuilder
+from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.engine.native.pins import Pins
-from headrace.engine.native.routes import Routes
+from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import Flags, Follower, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
-from headrace.engine.native.scoring import Scorer
+from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops, StopsFollower
@@ -57,7 +57,7 @@ from headrace.models.weights import weight_tensors
 from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest, Score
+from headrace.types.messages.engine import GenerateRequest, ScoreTokens
 from headrace.types.taught import TopScores
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -98,7 +98,7 @@ class NativeEngine:
         self._vocab_size: int = model.get_input_embeddings().num_embeddings
         exact = invariant_log_softmax if is_deterministic(model) else None
         kernels, shapes = _kernels(model, config), cache_shapes(model)
-        self._weights = Packing(receiver, model)
+        self._weights = PackedWeightReceiver(receiver, model)
         attention, self._maker = choose(model.dtype, self._device)
         refuse_unequal(model, shapes, self._maker, max_context)
         self._cache = make_cache(config, max_context, shapes, model.dtype, self._device)
@@ -109,15 +109,15 @@ class NativeEngine:
             [self._controls] if self._stops is None else [self._controls, StopsFollower(self._stops)]
         )
         self._rows = Rows(config.max_sequences, max_context, followers)
-        self._routes = Routes(model, self._cache.num_blocks)
-        self._outbox = Outbox(self._rows, self._routes)
+        self._routes = RoutingStore(model, self._cache.num_blocks)
+        self._outbox = ChunkBuilder(self._rows, self._routes)
         self._switch = Switch(model)
         self._pins = Pins(weight_tensors(model).values(), config.max_pinned_versions)
         self._scheduler = Scheduler(
             self._rows, self._pool, config.max_step_tokens, self._outbox.before_change, self._may_pin
         )  # fmt: skip
         self._swaps = Swaps(self._weights, self._scheduler, self._rows, self._pool, clock)
-        self._scorer = Scorer(model, self._cache, self._maker, exact)
+        self._scorer = PrefillScorer(model, self._cache, self._maker, exact)
         bounds = Bounds(
             vocab_size=self._vocab_size,
             max_context=max_context,
@@ -180,10 +180,10 @@ class NativeEngine:
         self._busy_s += self._scheduler.took(self._clock.now() - started_s)
         return self._outbox.take()
 
-    def score(self, request: Score) -> FloatColumn:
+    def score(self, request: ScoreTokens) -> FloatColumn:
         return self.top_scores(request).logprobs_T
 
-    def top_scores(self, request: Score) -> TopScores:
+    def top_scores(self, request: ScoreTokens) -> TopScores:
         count = self._scorer.blocks(request, self._vocab_size)
         if self._swaps.stamp == NOT_SAMPLED or not self._cache.layers:
             missing = "the cache, which was given back" if not self._cache.layers else "the first weights"

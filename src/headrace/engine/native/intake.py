@@ -10,11 +10,11 @@ import numpy as np
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
-from headrace.engine.native.sequence import NO_ROW, Answer, Sequence
+from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Sequence
 from headrace.errors import EngineFull, RequestError, nearest
 from headrace.models.paged.base import BLOCK
 from headrace.types.columns import IntColumn
-from headrace.types.messages.engine import Fork, GenerateRequest, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
 from headrace.types.versions import NOT_SAMPLED
 
 STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
@@ -49,7 +49,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Past:
+class _ForkSource:
     """A sequence that can be forked."""
 
     ids_T: IntColumn
@@ -68,7 +68,7 @@ class Intake:
         self._bounds = bounds
         self._rows = rows
         self._fork_memory = fork_memory
-        self._ended: OrderedDict[int, _Past] = OrderedDict()
+        self._ended: OrderedDict[int, _ForkSource] = OrderedDict()
         self._arrivals = 0
         self.known: dict[int, Sequence] = {}
         """Every sequence that has not ended, by its request."""
@@ -138,7 +138,7 @@ class Intake:
             )
         return agents.index(request.agent)
 
-    def _answer(self, request: GenerateRequest, name: str) -> Answer | None:
+    def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
         """Of one that has begun elsewhere: as if it had been preempted here."""
         if request.answer_ids_T is None:
             return None
@@ -152,7 +152,7 @@ class Intake:
         if wrong:
             raise RequestError(f"{name}: {wrong}", remedy="continue only what has not ended, with its own ids")
         none, zero = np.zeros(count, np.int32), np.zeros(count, np.float32)
-        return Answer(
+        return FinishedSequence(
             ids_T=checked.ids_T, logprobs_T=zero, versions_T=none, entropies_T=zero, num_flushed=count
         )  # fmt: skip
 
@@ -168,7 +168,7 @@ class Intake:
             )  # fmt: skip
         return checked.ids_T
 
-    def _fork_point(self, request: GenerateRequest, fork: Fork, name: str, version: int) -> _Past:
+    def _fork_point(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
         live = self.known.get(fork.parent)
         past = self._ended.get(fork.parent) if live is None else self._past(live)
         if past is None:
@@ -192,9 +192,9 @@ class Intake:
             raise RequestError(stale_fork(request, version), remedy=STALE_REMEDY)
         return past
 
-    def _past(self, sequence: Sequence) -> _Past:
+    def _past(self, sequence: Sequence) -> _ForkSource:
         waits = sequence.row == NO_ROW
-        return _Past(
+        return _ForkSource(
             ids_T=sequence.ids() if waits else self._rows.ids_of(sequence.row).copy(),
             num_given=len(sequence.given_ids_T),
             num_prompt=sequence.num_prompt,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from headrace.engine.native.routes import Routes
+from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import Rows, gather
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.errors import RequestError
@@ -16,10 +16,10 @@ from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk
 
 
-class Outbox:
+class ChunkBuilder:
     """Makes the chunks."""
 
-    def __init__(self, rows: Rows, routes: Routes) -> None:
+    def __init__(self, rows: Rows, routes: RoutingStore) -> None:
         self._rows = rows
         self._routes = routes
         self._due: list[Chunk] = []

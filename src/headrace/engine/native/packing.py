@@ -22,7 +22,7 @@ SHARE = 0.25
 """Of the free memory: the most that two versions in panels may take. Without them engines compute the same, slower."""
 
 
-class Packing:
+class PackedWeightReceiver:
     """A :class:`~headrace.engine.native.swaps.WeightReceiver` of a model whose modules run on kernels."""
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:

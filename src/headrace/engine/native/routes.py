@@ -19,7 +19,7 @@ from headrace.models.routing import RoutingRecorder, find_routing
 from headrace.types.recorded import Experts, Routing
 
 
-class Routes:
+class RoutingStore:
     """The store. Nothing is hooked or allocated before :meth:`open`."""
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:

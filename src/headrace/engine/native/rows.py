@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.native.blocks import blocks_for
-from headrace.engine.native.sequence import NO_ROW, Answer, Kept, Sequence
+from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Kept, Sequence
 from headrace.types.columns import FloatColumn, IntColumn
 from headrace.types.messages.controller import Chunk
 from headrace.types.recorded import KeptSets
@@ -213,11 +213,11 @@ class Rows:
         """All tokens of the row, as a view."""
         return self.ids_RC[row, : self.length_R[row]]
 
-    def answer(self, row: int) -> Answer:
+    def answer(self, row: int) -> FinishedSequence:
         """What the row has sampled, to be kept while its sequence waits."""
         start = len(self.sequences[row].given_ids_T)
         span = slice(start, int(self.length_R[row]))
-        return Answer(
+        return FinishedSequence(
             ids_T=self.ids_RC[row, span].copy(),
             logprobs_T=self._logprobs_RC[row, span].copy(),
             versions_T=self._versions_RC[row, span].copy(),

@@ -56,7 +56,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TruncationLimits:
     """How each row's distribution is truncated."""
 
     top_k_R: Tensor
@@ -195,7 +195,7 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
     return Draw(ids_R=ids_R, logprobs_R=logprobs_R, sound_R=support.sound_R)
 
 
-def find_support(scaled_RV: Tensor, limits: Limits) -> Support:
+def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
     """The tokens that survive truncation of softmax(``scaled_RV``).
 
     In the order of falling probability, equals by rising id, the survivors are the first n. ``top_k``: the tokens that
@@ -206,7 +206,7 @@ def find_support(scaled_RV: Tensor, limits: Limits) -> Support:
     ``MinPLogitsWarper``, whose top_p leaves it to an unstable sort which of equals stay.
 
     >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
-    >>> limits = Limits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
+    >>> limits = TruncationLimits(top_k_R=torch.tensor([3]), top_p_R=torch.tensor([0.75]), min_p_R=torch.tensor([0.0]))
     >>> find_support(scaled_RV, limits).ids_RK.tolist()
     [[1, 2]]
     """
@@ -235,7 +235,7 @@ def find_support(scaled_RV: Tensor, limits: Limits) -> Support:
     return Support(ids_RK=ids_RK[:, : int(sizes_R.max())], sizes_R=sizes_R, sound_R=sound_R)
 
 
-def _totals(shifted_RV: Tensor, limits: Limits) -> Tensor:
+def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
     """The mass of each row's whole vocabulary, where ``top_p`` needs it; 0 elsewhere."""
     total_R = torch.zeros(len(shifted_RV), dtype=torch.float64, device=shifted_RV.device)
     rows = ((limits.top_p_R < 1) & (limits.top_k_R == 0)).nonzero()[:, 0]
@@ -247,7 +247,9 @@ def _totals(shifted_RV: Tensor, limits: Limits) -> Tensor:
     return total_R
 
 
-def _among_likeliest(shifted_AV: Tensor, width: int, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor]:
+def _among_likeliest(
+    shifted_AV: Tensor, width: int, limits: TruncationLimits, total_A: Tensor
+) -> tuple[Tensor, Tensor]:
     """Search the ``width`` most likely tokens: whether all survivors are known to be among them, and their ids."""
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
@@ -262,7 +264,7 @@ def _among_likeliest(shifted_AV: Tensor, width: int, limits: Limits, total_A: Te
     return settled_A, ids_AW.sort(dim=-1).values
 
 
-def _among_all(shifted_AV: Tensor, limits: Limits, total_A: Tensor) -> Tensor:
+def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) -> Tensor:
     """The ids of the survivors, wherever they are."""
     vocab_size = shifted_AV.shape[1]
     if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
@@ -282,7 +284,7 @@ def _among_all(shifted_AV: Tensor, limits: Limits, total_A: Tensor) -> Tensor:
     return ids_AK
 
 
-def _survivors(values_AW: Tensor, limits: Limits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many of the W most likely tokens survive, the value of the last of them, and the value of the k-th."""
     width = values_AW.shape[1]
     weights_AW = values_AW.exp().double()

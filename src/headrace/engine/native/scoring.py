@@ -22,7 +22,7 @@ from headrace.models.attention import forward
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
-from headrace.types.messages.engine import Score
+from headrace.types.messages.engine import ScoreTokens
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.taught import TopScores
 
@@ -32,7 +32,7 @@ _LOGITS = 2**24
 Replay = Callable[[Routing], AbstractContextManager[object]]
 
 
-class Scorer:
+class PrefillScorer:
     """Scores under the weights that the model has at the time."""
 
     def __init__(
@@ -45,13 +45,13 @@ class Scorer:
         self._replay: Replay | None = None
         self._routed_model: RoutedModel | None = None
 
-    def blocks(self, request: Score, vocab_size: int) -> int:
+    def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
         """How many blocks :meth:`score` needs. Raises :class:`~headrace.errors.RequestError` for what it cannot
         score."""
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
-    def score(self, request: Score, table: list[int], vocab_size: int) -> TopScores:
+    def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
         """See :meth:`~headrace.engine.base.EngineCore.top_scores`. ``table`` are the blocks."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
@@ -95,7 +95,7 @@ class Scorer:
             return _logprobs(scaled_NV, ids_N, kept)
         return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
 
-    def _likeliest(self, scaled_NV: Tensor, request: Score) -> tuple[Tensor, Tensor]:
+    def _likeliest(self, scaled_NV: Tensor, request: ScoreTokens) -> tuple[Tensor, Tensor]:
         """The log-probabilities of the entries that are asked for, and their ids."""
         if not request.top_k:
             return scaled_NV[:, :0], scaled_NV[:, :0].int()
@@ -104,7 +104,7 @@ class Scorer:
             return best_NK - scaled_NV.logsumexp(-1, keepdim=True), ids_NK
         return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
-    def _refuse_if_unfit(self, request: Score, vocab_size: int) -> None:
+    def _refuse_if_unfit(self, request: ScoreTokens, vocab_size: int) -> None:
         ids_T, limit = request.ids_T, context_limit(self._model.config)
         problem = score_problem(request, vocab_size)
         if problem:

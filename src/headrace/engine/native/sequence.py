@@ -28,7 +28,7 @@ _ADAPTERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class FinishedSequence:
     """What a sequence that has left its row had sampled."""
 
     ids_T: IntColumn
@@ -56,7 +56,7 @@ class Sequence:
     adapter: int = 0
     """The place among the engine's of the adapter that samples it."""
     row: int = NO_ROW
-    answer: Answer | None = None
+    answer: FinishedSequence | None = None
     """Of one that waits, if it had begun; else ``None``."""
     chain: Chain = field(default_factory=lambda: Chain(NOT_SAMPLED))
     """What the prefix cache knows of it, and the version of its cached context; new each time it joins."""

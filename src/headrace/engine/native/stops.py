@@ -25,7 +25,7 @@ _SHORTEST = 8
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
+class _StopState:
     strings: tuple[str, ...]
     tail: str = ""
     """The end of the text before the window: as much as the longest string may need."""
@@ -50,14 +50,14 @@ class Stops:
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _StopState] = {}
 
     def join(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
         """A sequence takes ``row``; ``answer_ids_T`` is what it has sampled before: a string may begin there, but not
         end."""
         self._rows.pop(row, None)
         if strings:
-            state = self._rows[row] = _Row(strings=tuple(strings))
+            state = self._rows[row] = _StopState(strings=tuple(strings))
             for token in answer_ids_T:
                 self.push(row, int(token))
             state.given = len(state.tail + state.text.rstrip(_INCOMPLETE))
@@ -89,7 +89,7 @@ class Stops:
             self._shorten(state)
         return ended
 
-    def _shorten(self, state: _Row) -> None:
+    def _shorten(self, state: _StopState) -> None:
         window = state.window[-_SHORTEST:]
         text = self._decode(window)
         if state.text.endswith(text):

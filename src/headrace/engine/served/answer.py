@@ -25,7 +25,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """As a server writes it."""
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one stream that one version has sampled, as the server says."""
 
     version: str
@@ -37,7 +37,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StreamPart:
     """What one event of a stream adds."""
 
     ids: Sequence[int]
@@ -46,7 +46,7 @@ class Part:
     """NaN where the server had none that is finite."""
     ended: str = ""
     """Why the stream ended: ``stop``, ``length`` or ``abort``; empty while it goes on."""
-    spans: tuple[Span, ...] | None = None
+    spans: tuple[VersionSpan, ...] | None = None
     """Of the whole stream, at its end; ``None`` of a server that does not tell them."""
     label: str | None = None
     """Of the weights in use, of a server that tells it with every event."""
@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Answer:
+class StreamedAnswer:
     """Owned by the loop that streams it."""
 
     request: GenerateRequest
@@ -93,7 +93,7 @@ class Answer:
         """Its place in the queue."""
         return -self.request.priority, self.arrival
 
-    def take(self, part: Part, version: int) -> None:
+    def take(self, part: StreamPart, version: int) -> None:
         """Append what came while ``version`` was in use."""
         certain = self.request.sampling.temperature == 0  # the likeliest was taken, whatever its probability
         self.ids.extend(part.ids)

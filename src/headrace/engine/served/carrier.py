@@ -30,7 +30,7 @@ import torch.distributed as dist
 from headrace.engine.served.ownership import REMEDY, public_name
 from headrace.engine.served.wire import Wire
 from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
-from headrace.groups import Group, gloo_group, torch_distributed
+from headrace.groups import ProcessGroup, gloo_group, torch_distributed
 from headrace.models.devices import CPU
 from headrace.types.weights import BUCKET_BYTES
 
@@ -43,7 +43,7 @@ AskWorkers = Callable[..., Awaitable[list[Any]]]
 """Has the workers of the server that a client leads to do something, by its name and arguments; what each returned."""
 
 
-class _Brought(msgspec.Struct):
+class _CarrierReply(msgspec.Struct):
     """What a worker says of the last order."""
 
     attempt: str = ""
@@ -53,7 +53,7 @@ class _Brought(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class CarrierConfig:
     """How versions are carried."""
 
     backend: str
@@ -88,14 +88,14 @@ class _Meeting:
     terms: dict[str, Any]
     """What the others are told of it."""
     store: Any
-    group: Group | None = None
+    group: ProcessGroup | None = None
     """``None`` until they have met."""
 
 
 class Carrier:
     """Used by one thread at a time."""
 
-    def __init__(self, wire: Wire, ask_workers: AskWorkers, way: Way) -> None:
+    def __init__(self, wire: Wire, ask_workers: AskWorkers, way: CarrierConfig) -> None:
         self._wire, self._ask_workers, self._way = wire, ask_workers, way
         self._run = public_name()
         self._room = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
@@ -164,7 +164,7 @@ class Carrier:
         }
         return _Meeting(terms=terms, store=store)
 
-    def _met(self, meeting: _Meeting) -> Group:
+    def _met(self, meeting: _Meeting) -> ProcessGroup:
         place = (0, meeting.terms["size"])
         if self._way.backend == "gloo":
             try:
@@ -175,9 +175,9 @@ class Carrier:
         torch.cuda.set_device(self._way.device)
         options = nccl.Options()
         options._timeout = timedelta(seconds=self._way.deadline_s)
-        return Group(nccl(meeting.store, *place, options), self._way.deadline_s)
+        return ProcessGroup(nccl(meeting.store, *place, options), self._way.deadline_s)
 
-    def _send(self, group: Group, path: Path, num_bytes: int) -> str:
+    def _send(self, group: ProcessGroup, path: Path, num_bytes: int) -> str:
         """A file, to all at once; its SHA-256."""
         digest = hashlib.sha256()
         device = self._way.device if self._way.backend == "nccl" else CPU
@@ -196,7 +196,7 @@ class Carrier:
         (path,) = {each.path for each in told}
         return Path(path)
 
-    async def _in_time(self, attempt: str) -> list[_Brought]:
+    async def _in_time(self, attempt: str) -> list[_CarrierReply]:
         try:
             async with asyncio.timeout(self._way.deadline_s):
                 return await self._ended(attempt)
@@ -204,7 +204,7 @@ class Carrier:
             words = f"it had not arrived {self._way.deadline_s:g} s after its last byte was sent"
             raise ValueError(words) from None
 
-    async def _ended(self, attempt: str) -> list[_Brought]:
+    async def _ended(self, attempt: str) -> list[_CarrierReply]:
         """What the workers say of that order when it is done, or has failed in one."""
         while True:
             told = await self._told(attempt)
@@ -219,9 +219,9 @@ class Carrier:
             return ""
         return next((each.error for each in told if each.error), "")
 
-    async def _told(self, attempt: str) -> list[_Brought]:
+    async def _told(self, attempt: str) -> list[_CarrierReply]:
         """What the workers say of that order."""
-        told = [msgspec.convert(each, _Brought) for each in await self._asked("brought")]
+        told = [msgspec.convert(each, _CarrierReply) for each in await self._asked("brought")]
         return [each for each in told if each.attempt == attempt]
 
     def _ask(self, method: str, *arguments: str) -> list[Any]:

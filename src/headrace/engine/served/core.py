@@ -27,18 +27,18 @@ from torch import Tensor
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.checks import check_ids, request_problem, score_problem
-from headrace.engine.served.answer import Answer
-from headrace.engine.served.dialect import Met
-from headrace.engine.served.outbox import Outbox
-from headrace.engine.served.records import Routes
+from headrace.engine.served.answer import StreamedAnswer
+from headrace.engine.served.dialect import ServerInfo
+from headrace.engine.served.outbox import ChunkQueue
+from headrace.engine.served.records import RoutingDecoder
 from headrace.engine.served.server import Server
-from headrace.engine.served.streams import Streams, StreamTerms
+from headrace.engine.served.streams import AnswerStreams, StreamTerms
 from headrace.engine.served.wire import Wire
 from headrace.errors import EngineFull, RequestError, WeightsError
 from headrace.types.columns import FloatColumn
 from headrace.types.episode import StopReason
 from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import Fork, GenerateRequest, Score, StaleFork
+from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
 from headrace.types.taught import TopScores
 from headrace.types.versions import NOT_SAMPLED
 from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
@@ -66,7 +66,7 @@ class StagingReceiver(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Past:
+class _ServedForkSource:
     """A request that can be forked."""
 
     prompt: list[int]
@@ -84,7 +84,7 @@ class _Past:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServedLimits:
     """What no request may exceed, or ask for."""
 
     vocab_size: int
@@ -93,7 +93,7 @@ class Limits:
     """Tokens of prompt and answer."""
     masks: bool = False
     """Whether the server tells what each token was drawn from."""
-    routes: Routes | None = None
+    routes: RoutingDecoder | None = None
     """Of a server that tells the experts of each token."""
 
 
@@ -106,15 +106,15 @@ class ServedEngine:
         server: Server,
         config: EngineConfig,
         *,
-        met: Met,
-        limits: Limits,
+        met: ServerInfo,
+        limits: ServedLimits,
         receiver: StagingReceiver | None,
         clock: Clock,
     ) -> None:
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
         self._met = met
         self._name, self._can = server.dialect.name, config.can
-        self._outbox = Outbox()
+        self._outbox = ChunkQueue()
         terms = StreamTerms(
             most=config.max_sequences,
             flush_tokens=config.flush_tokens,
@@ -125,8 +125,8 @@ class ServedEngine:
         )
         self._streams = wire.call(_made(wire, server, self._outbox, terms, clock), CONTROL_S)
         self._arrivals = itertools.count()
-        self._live: dict[int, _Past] = {}
-        self._ended: OrderedDict[int, _Past] = OrderedDict()
+        self._live: dict[int, _ServedForkSource] = {}
+        self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
         self._swapping: int | None = None
         self._version = NOT_SAMPLED
         self._paused = False
@@ -160,11 +160,11 @@ class ServedEngine:
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
         begun = self._begun(request, name)
-        answer = Answer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
+        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
         answer.begun = answer.flushed = len(begun)
         answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
         answer.kept = [()] * len(begun)
-        self._live[request.request_id] = _Past(prompt=prompt, ids=begun)
+        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=begun)
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
@@ -186,10 +186,10 @@ class ServedEngine:
             self._refuse_broken()
         return chunks
 
-    def score(self, request: Score) -> FloatColumn:
+    def score(self, request: ScoreTokens) -> FloatColumn:
         return self.top_scores(request).logprobs_T
 
-    def top_scores(self, request: Score) -> TopScores:
+    def top_scores(self, request: ScoreTokens) -> TopScores:
         self._refuse_broken()
         problem = score_problem(request, self._limits.vocab_size)
         if self._version == NOT_SAMPLED:
@@ -286,7 +286,7 @@ class ServedEngine:
             )
         return [*past.prompt, *past.ids[: request.fork.at]]
 
-    def _fork_point(self, fork: Fork, name: str) -> _Past:
+    def _fork_point(self, fork: ForkRequest, name: str) -> _ServedForkSource:
         past = self._live.get(fork.parent) or self._ended.get(fork.parent)
         if past is None:
             raise RequestError(
@@ -361,6 +361,6 @@ class ServedEngine:
             self._outbox.put(chunk)
 
 
-async def _made(wire: Wire, server: Server, outbox: Outbox, terms: StreamTerms, clock: Clock) -> Streams:
+async def _made(wire: Wire, server: Server, outbox: ChunkQueue, terms: StreamTerms, clock: Clock) -> AnswerStreams:
     """In the loop that it belongs to."""
-    return Streams(wire, server, outbox, terms, clock)
+    return AnswerStreams(wire, server, outbox, terms, clock)

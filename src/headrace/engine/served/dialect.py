@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headrace.engine.served.answer import Part
+from headrace.engine.served.answer import StreamPart
 from headrace.errors import ComponentDied
 from headrace.types.sampling import Sampling
 from headrace.types.taught import TopScores
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hold:
+class PauseMode:
     """How a server is to stand still."""
 
     abort: bool = False
@@ -27,7 +27,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Met:
+class ServerInfo:
     """What a server says of itself."""
 
     version: str
@@ -55,7 +55,7 @@ class Ask:
     """Whose answer it is; empty: the model's own."""
 
 
-class Dialect(Protocol):
+class ServerDialect(Protocol):
     """The API of one kind of server."""
 
     name: str
@@ -77,16 +77,16 @@ class Dialect(Protocol):
         """Of the request for a stream."""
         ...
 
-    def part(self, event: str, seen: int) -> Part | None:
+    def part(self, event: str, seen: int) -> StreamPart | None:
         """What an event, in JSON, adds to a stream that has brought ``seen`` tokens; ``None`` if nothing. `ValueError`
         for what is none: servers are not believed."""
         ...
 
-    async def meet(self, client: httpx.AsyncClient) -> Met:
+    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
         """Ask who is there."""
         ...
 
-    async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
+    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
         """Stand still after the present step."""
         ...
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.engine.served.launching import Wanted
-from headrace.engine.served.records import Routes
+from headrace.engine.served.launching import ServeRequirements
+from headrace.engine.served.records import RoutingDecoder
 from headrace.models.load import read_config
 from headrace.models.lora import add_adapters, write_adapters
 from headrace.models.routing import find_routing
@@ -24,10 +24,10 @@ from headrace.models.weights import DEFAULT, kept_as, weight_tensors
 FILE = "model.safetensors"
 
 
-class Form:
+class ServedForm:
     """Of the versions of one run: made from the outline of the model, without its numbers."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ServeRequirements) -> None:
         lora, dtype = wanted.lora, getattr(torch, wanted.dtype)
         with torch.device("meta"):
             self._model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(wanted.path), dtype=dtype)
@@ -55,8 +55,8 @@ class Form:
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
         save_file(kept_as(self._model, detached), directory / FILE, metadata={"format": "pt"})
 
-    def routes(self) -> Routes | None:
+    def routes(self) -> RoutingDecoder | None:
         """Where the model sends its tokens; ``None`` for one without experts. Raises
         :class:`~headrace.errors.ModelError` for a mixture of experts that is not known."""
         routed = find_routing(self._model)
-        return None if routed is None else Routes(routed, self._model.config.num_hidden_layers)
+        return None if routed is None else RoutingDecoder(routed, self._model.config.num_hidden_layers)

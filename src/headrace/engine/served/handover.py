@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from headrace.engine.served.carrier import Carrier
-from headrace.engine.served.forms import Form
+from headrace.engine.served.forms import ServedForm
 from headrace.errors import WeightsError
 
 DEADLINE_S = 30.0
@@ -26,7 +26,7 @@ class Handover:
     """The versions that are on their way, each a directory below ``directory``, which the server sees and this run
     alone uses."""
 
-    def __init__(self, directory: Path, form: Form, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, directory: Path, form: ServedForm, deadline_s: float = DEADLINE_S) -> None:
         self.directory, self.form, self.deadline_s = directory, form, deadline_s
         self.carrier: Carrier | None = None
         """Of a server that does not see ``directory``."""

@@ -18,7 +18,7 @@ ASK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ServeRequirements:
     """What a server has to serve."""
 
     path: str

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from headrace.clock import Clock
 from headrace.engine.config import EngineConfig
-from headrace.engine.served.carrier import AskWorkers, Carrier, Way
-from headrace.engine.served.core import Limits, ServedEngine, StagingReceiver
-from headrace.engine.served.dialect import Dialect, Met
-from headrace.engine.served.forms import Form
+from headrace.engine.served.carrier import AskWorkers, Carrier, CarrierConfig
+from headrace.engine.served.core import ServedEngine, ServedLimits, StagingReceiver
+from headrace.engine.served.dialect import ServerDialect, ServerInfo
+from headrace.engine.served.forms import ServedForm
 from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import Wanted, installed, model_alone, refuse_untested
+from headrace.engine.served.launching import ServeRequirements, installed, model_alone, refuse_untested
 from headrace.engine.served.ownership import owned
 from headrace.engine.served.server import Command, Server
 from headrace.engine.served.wire import Address, Wire
@@ -32,10 +32,10 @@ from headrace.models.load import limit_of, read_config
 class Kind:
     """One kind of server."""
 
-    dialect: Dialect
+    dialect: ServerDialect
     own_address: Callable[[Path], Address]
     """Where one that we start is to listen."""
-    command: Callable[[EngineConfig, Wanted, Address], Command]
+    command: Callable[[EngineConfig, ServeRequirements, Address], Command]
     ask_workers: AskWorkers | None = None
     """Of one to whose machines versions can be carried."""
 
@@ -57,7 +57,7 @@ KINDS = {
 @contextmanager
 def served(
     config: EngineConfig,
-    wanted: Wanted,
+    wanted: ServeRequirements,
     handover: Handover,
     receiver: StagingReceiver | None,
     clock: Clock,
@@ -82,7 +82,7 @@ def served(
             met = server.meet(wire, settings.wait_s, clock)
             refuse_untested(dialect.name, met.version, dialect.tested, any_version=settings.any_version)
             _refuse_other_model(dialect, address, met, wanted)
-            limits = Limits(
+            limits = ServedLimits(
                 vocab_size=vocabulary(wanted.path),
                 max_context=wanted.max_context,
                 masks=wanted.record_kept,
@@ -94,12 +94,12 @@ def served(
         server.close()
 
 
-def _way(config: EngineConfig, handover: Handover) -> Way | None:
+def _way(config: EngineConfig, handover: Handover) -> CarrierConfig | None:
     """``None`` to a server that sees the folder. Raises :class:`~headrace.errors.ConfigError`."""
     settings = config.server
     if settings.weights_by == "files":
         return None
-    way = Way(
+    way = CarrierConfig(
         backend=settings.weights_by,
         host=settings.weights_host,
         device=config.device,
@@ -110,7 +110,7 @@ def _way(config: EngineConfig, handover: Handover) -> Way | None:
 
 
 @contextmanager
-def _carrying(kind: Kind, wire: Wire, handover: Handover, way: Way | None) -> Iterator[None]:
+def _carrying(kind: Kind, wire: Wire, handover: Handover, way: CarrierConfig | None) -> Iterator[None]:
     if way is None:
         yield
         return
@@ -124,7 +124,7 @@ def vocabulary(path: str) -> int:
     return int(read_config(path).vocab_size)
 
 
-def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wanted) -> None:
+def _refuse_other_model(dialect: ServerDialect, address: Address, met: ServerInfo, wanted: ServeRequirements) -> None:
     """What can be seen without a token: the rest shows when weights do not fit, or in the first comparison of
     logprobs."""
     if met.max_context < wanted.max_context:
@@ -153,12 +153,15 @@ def _refuse_other_model(dialect: Dialect, address: Address, met: Met, wanted: Wa
         )
 
 
-def _other_tensors(wanted: Wanted, theirs: str) -> str:
+def _other_tensors(wanted: ServeRequirements, theirs: str) -> str:
     """What differs first, where the server's directory can be read here; empty where nothing does."""
     if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(wanted.path).resolve():
         return ""
     there, here = (
-        {name: list(tensor.shape) for name, tensor in Form(replace(wanted, path=path, lora=None)).tensors().items()}
+        {
+            name: list(tensor.shape)
+            for name, tensor in ServedForm(replace(wanted, path=path, lora=None)).tensors().items()
+        }
         for path in (theirs, wanted.path)
     )
     for name in sorted(there.keys() | here.keys()):

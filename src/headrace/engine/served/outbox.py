@@ -9,7 +9,7 @@ from headrace.types.messages.controller import Chunk
 from headrace.types.weights import SwapReport
 
 
-class Outbox:
+class ChunkQueue:
     """Bounded by the tokens of the requests: nothing else is put there."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ HEADER_BYTES = 1024
 """Of a file of numpy's, at most: it is parsed, and a deep one would take its parser down."""
 
 
-class Routes:
+class RoutingDecoder:
     """Of one mixture of experts, of ``num_layers`` layers with and without them."""
 
     def __init__(self, routed: RoutedModel, num_layers: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.clock import Clock
-from headrace.engine.served.dialect import Dialect, Met
+from headrace.engine.served.dialect import ServerDialect, ServerInfo
 from headrace.engine.served.handover import Handover
 from headrace.engine.served.wire import Address, Wire
 from headrace.environ import program_environment
@@ -44,7 +44,7 @@ class Command:
 class Server:
     """What is known of it; its process too where we have started it."""
 
-    def __init__(self, dialect: Dialect, address: Address, handover: Handover, command: Command) -> None:
+    def __init__(self, dialect: ServerDialect, address: Address, handover: Handover, command: Command) -> None:
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -65,7 +65,7 @@ class Server:
                 remedy="set engine.server.python to the interpreter of the environment that it is installed in",
             ) from None
 
-    def meet(self, wire: Wire, wait_s: float, clock: Clock) -> Met:
+    def meet(self, wire: Wire, wait_s: float, clock: Clock) -> ServerInfo:
         """Who answers, within ``wait_s``. Raises :class:`~headrace.errors.ConfigError` if nobody does."""
         return wire.call(self._meet(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
@@ -108,7 +108,7 @@ class Server:
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
-    async def _who(self, client: httpx.AsyncClient) -> Met:
+    async def _who(self, client: httpx.AsyncClient) -> ServerInfo:
         try:
             return await self.dialect.meet(client)
         except HeadraceError:
@@ -120,7 +120,7 @@ class Server:
                 remedy="name a server of that kind in engine.server.urls, or its kind in engine.kind",
             ) from None
 
-    async def _meet(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> Met:
+    async def _meet(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
         import httpx
 
         until_s, last = clock.now() + wait_s, "nobody has answered"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.clock import Clock
-from headrace.engine.served.answer import Answer, Part
-from headrace.engine.served.dialect import Ask, Dialect, Hold
-from headrace.engine.served.outbox import Outbox
+from headrace.engine.served.answer import StreamedAnswer, StreamPart
+from headrace.engine.served.dialect import Ask, PauseMode, ServerDialect
+from headrace.engine.served.outbox import ChunkQueue
 from headrace.engine.served.ownership import Labels
-from headrace.engine.served.records import Routes, refuse_kept
+from headrace.engine.served.records import RoutingDecoder, refuse_kept
 from headrace.engine.served.server import Server
 from headrace.engine.served.wire import Wire
 from headrace.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
@@ -60,23 +60,23 @@ class StreamTerms:
     """Ids run from 0 to one below it."""
     masks: bool = False
     """The server tells what each token was drawn from."""
-    routes: Routes | None = None
+    routes: RoutingDecoder | None = None
     """It tells the experts of each token, which are those of this model."""
     trained: bool = False
     """Its weights are this run's, and nobody else's."""
 
 
-class Streams:
+class AnswerStreams:
     """Owned by the loop: every method is called there."""
 
-    def __init__(self, wire: Wire, server: Server, outbox: Outbox, terms: StreamTerms, clock: Clock) -> None:
+    def __init__(self, wire: Wire, server: Server, outbox: ChunkQueue, terms: StreamTerms, clock: Clock) -> None:
         self._wire, self._server, self._outbox, self._terms, self._clock = wire, server, outbox, terms, clock
-        self._dialect: Dialect = server.dialect
-        self._waiting: list[tuple[tuple[int, int], Answer]] = []
-        self._held: list[Answer] | None = None
+        self._dialect: ServerDialect = server.dialect
+        self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
+        self._held: list[StreamedAnswer] | None = None
         """Those that came while nothing new is sent; ``None`` while it is."""
-        self._running: dict[int, Answer] = {}
-        self._known: dict[int, Answer] = {}
+        self._running: dict[int, StreamedAnswer] = {}
+        self._known: dict[int, StreamedAnswer] = {}
         self._going, self._changed = asyncio.Event(), asyncio.Event()
         self._going.set()
         self.labels = Labels(str(server), None if terms.trained else "")
@@ -94,7 +94,7 @@ class Streams:
         self._version = version
         self._count(version=version)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: StreamedAnswer) -> None:
         """Take it into the queue."""
         self._known[answer.request.request_id] = answer
         deadline_s = answer.request.deadline_s
@@ -116,13 +116,13 @@ class Streams:
     async def hold(self) -> None:
         """Stand still until :meth:`go_on`."""
         self._begin_holding()
-        await self._dialect.hold(self._wire.client, Hold())
+        await self._dialect.hold(self._wire.client, PauseMode())
 
     async def sleep(self) -> None:
         """The same, without the memory that the server can give back."""
         self._begin_holding()
         self._going.clear()
-        await self._dialect.hold(self._wire.client, Hold(abort=True))
+        await self._dialect.hold(self._wire.client, PauseMode(abort=True))
         await self._halt()
         await self._dialect.sleep(self._wire.client)
         self._asleep = True
@@ -150,7 +150,7 @@ class Streams:
         if mode in _BY_ABORT:
             self._going.clear()
         recompute = mode is Interrupt.INFLIGHT_RECOMPUTE
-        await self._dialect.hold(self._wire.client, Hold(abort=mode in _BY_ABORT, recompute=recompute))
+        await self._dialect.hold(self._wire.client, PauseMode(abort=mode in _BY_ABORT, recompute=recompute))
         if mode in _BY_ABORT:
             await self._halt()
         there = list(self._running.values())
@@ -182,7 +182,7 @@ class Streams:
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, answer: Answer) -> None:
+    def _queue(self, answer: StreamedAnswer) -> None:
         if self._held is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
@@ -200,14 +200,14 @@ class Streams:
             answer.task = self._wire.spawn(self._run(answer))
         self._count()
 
-    def _leave(self, answer: Answer) -> None:
+    def _leave(self, answer: StreamedAnswer) -> None:
         request_id = answer.request.request_id
         self._known.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
             self._count(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
         self._changed.set()
 
-    def _late(self, answer: Answer) -> None:
+    def _late(self, answer: StreamedAnswer) -> None:
         request_id = answer.request.request_id
         if self._known.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
@@ -251,7 +251,7 @@ class Streams:
 
     # -- one answer ---------------------------------------------------------------------------------------------------
 
-    async def _run(self, answer: Answer) -> None:
+    async def _run(self, answer: StreamedAnswer) -> None:
         try:
             while (ended := await self._stream(answer)) == ABORT:
                 if self._going.is_set():
@@ -269,7 +269,7 @@ class Streams:
         self._leave(answer)
         self._admit()
 
-    async def _stream(self, answer: Answer) -> str:
+    async def _stream(self, answer: StreamedAnswer) -> str:
         """Until the server ends it; why it did."""
         import httpx
 
@@ -305,7 +305,7 @@ class Streams:
             return EngineFull(problem, remedy="ask for less at once")
         return RequestError(problem, remedy="look at the request, and at the server's log")
 
-    async def _listen(self, answer: Answer, reply: httpx.Response) -> str:
+    async def _listen(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -328,7 +328,7 @@ class Streams:
                 return part.ended
         raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
 
-    def _versions(self, part: Part) -> list[tuple[int, int]] | None:
+    def _versions(self, part: StreamPart) -> list[tuple[int, int]] | None:
         """Of the stream that ends with ``part``, and how many tokens each has sampled; ``None`` where that is not said.
         Raises :class:`~headrace.errors.ComponentDied` for weights that this run has not given the server."""
         try:
@@ -349,7 +349,7 @@ class Streams:
             if answer.task is not None and answer.task is not asyncio.current_task():
                 answer.task.cancel()
 
-    def _take(self, answer: Answer, part: Part) -> None:
+    def _take(self, answer: StreamedAnswer, part: StreamPart) -> None:
         if len(part.ids) != len(part.logprobs):
             raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
         if max(part.ids, default=0) >= self._terms.vocab_size:
@@ -375,7 +375,7 @@ class Streams:
         if due and not part.ended and not sampling.record_routing:  # experts are told at the end
             self._outbox.put(answer.chunk())
 
-    def _experts(self, answer: Answer, part: Part) -> Experts:
+    def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
         assert self._terms.routes is not None
         if part.experts is None:
             raise self._server.silent("experts")

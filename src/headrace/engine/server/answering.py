@@ -15,10 +15,10 @@ from starlette.types import Send
 from headrace.clock import Clock
 from headrace.engine.base import Engine
 from headrace.engine.server import prompts
-from headrace.engine.server.answers import Head, Json, usage
+from headrace.engine.server.answers import AnswerHead, Json, usage
 from headrace.engine.server.body import BodyLimits, read_object
-from headrace.engine.server.chat import Words
-from headrace.engine.server.choices import Asked, Manner, Piece, sample_all
+from headrace.engine.server.chat import ServedTokenizer
+from headrace.engine.server.choices import ChoicePiece, ChoiceRequest, Manner, sample_all
 from headrace.engine.server.metrics import ServerMetrics
 from headrace.engine.server.refusal import Refusal
 from headrace.engine.server.schema import AnyBody, ChatBody, CompletionBody
@@ -33,8 +33,8 @@ class Service:
     """What answers need; there is one when the model is loaded."""
 
     engine: Engine
-    words: Words
-    terms: prompts.Terms
+    words: ServedTokenizer
+    terms: prompts.PromptLimits
     clock: Clock
     encoder: Executor
     """Where prompts are turned into tokens: a long one must not hold up the others' streams."""
@@ -45,9 +45,9 @@ class Job:
     """A request that has been understood."""
 
     body: AnyBody
-    asked: list[Asked]
+    asked: list[ChoiceRequest]
     num_prompt_tokens: int
-    head: Head
+    head: AnswerHead
     manner: Manner
 
 
@@ -69,7 +69,7 @@ async def understand(request: Request, service: Service) -> Job:
     ids = await loop.run_in_executor(service.encoder, prompts.encode, body, words, service.terms)
     asked = prompts.choices(body, ids, words, service.terms)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
-    head = Head(
+    head = AnswerHead(
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
         model=body.model or service.terms.model,
         created_s=int(service.clock.wall()),
@@ -93,7 +93,7 @@ class Meter:
         self.num_sampled = 0
         """Tokens of all choices."""
 
-    def piece(self, piece: Piece) -> None:
+    def piece(self, piece: ChoicePiece) -> None:
         """A piece has come."""
         now_s, count = self._clock.now(), len(piece.tokens)
         self.num_sampled += count
@@ -116,9 +116,9 @@ class Meter:
 
 async def whole(job: Job, service: Service, meter: Meter) -> JSONResponse:
     """All choices in one answer."""
-    pieces: list[list[Piece]] = [[] for _ in job.asked]
+    pieces: list[list[ChoicePiece]] = [[] for _ in job.asked]
 
-    async def keep(piece: Piece) -> None:
+    async def keep(piece: ChoicePiece) -> None:
         if piece.restarted:
             pieces[piece.index].clear()
         meter.piece(piece)
@@ -129,7 +129,7 @@ async def whole(job: Job, service: Service, meter: Meter) -> JSONResponse:
     return JSONResponse({**answer, "usage": usage(job.num_prompt_tokens, _sampled(pieces))})
 
 
-class Events:
+class AnswerEventStream:
     """An answer as server-sent events: it begins with the first piece, so that until then it can be refused."""
 
     def __init__(self, job: Job, meter: Meter, send: Send) -> None:
@@ -138,7 +138,7 @@ class Events:
         self._usage: Json = {"usage": None} if job.body.stream_options.include_usage else {}
         self.begun = False
 
-    async def write(self, piece: Piece) -> None:
+    async def write(self, piece: ChoicePiece) -> None:
         """One event."""
         self._meter.piece(piece)
         is_first = piece.index not in self._seen
@@ -183,5 +183,5 @@ def _event(tree: Json) -> bytes:
     return b"data: " + json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _sampled(pieces: list[list[Piece]]) -> int:
+def _sampled(pieces: list[list[ChoicePiece]]) -> int:
     return sum(len(piece.tokens) for parts in pieces for piece in parts)

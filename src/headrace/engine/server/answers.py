@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.engine.server.choices import Piece
+from headrace.engine.server.choices import ChoicePiece
 from headrace.types.episode import StopReason
 from headrace.types.tokens import Tokens
 
@@ -27,7 +27,7 @@ FINISH = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class AnswerHead:
     """What all parts of one answer share."""
 
     id: str
@@ -49,16 +49,16 @@ class Head:
             "id": self.id, "object": kind, "created": self.created_s, "model": self.model, "choices": choices
         }  # fmt: skip
 
-    def event_choice(self, piece: Piece, *, first: bool) -> Json:
+    def event_choice(self, piece: ChoicePiece, *, first: bool) -> Json:
         """A piece as the choice of an event."""
         content: Json = {"text": piece.text}
         if self.is_chat:
             content = {"delta": {**({"role": "assistant"} if first else {}), "content": piece.text}}
         return self._choice(content, piece)
 
-    def whole_choice(self, pieces: Sequence[Piece]) -> Json:
+    def whole_choice(self, pieces: Sequence[ChoicePiece]) -> Json:
         """All pieces of a choice as the choice of an answer."""
-        whole = Piece(
+        whole = ChoicePiece(
             index=pieces[0].index,
             tokens=Tokens.concat([piece.tokens for piece in pieces]),
             text="".join(piece.text for piece in pieces),
@@ -70,7 +70,7 @@ class Head:
             content = {"message": {"role": "assistant", "content": whole.text}}
         return self._choice(content, whole)
 
-    def _choice(self, content: Json, piece: Piece) -> Json:
+    def _choice(self, content: Json, piece: ChoicePiece) -> Json:
         tokens, reason = piece.tokens, piece.stop_reason
         choice = {
             "index": piece.index,
@@ -85,7 +85,7 @@ class Head:
             choice["kept_sizes"] = tokens.kept.sizes_T.tolist() if tokens.kept else [0] * len(tokens)
         return choice
 
-    def _logprobs(self, piece: Piece) -> Json:
+    def _logprobs(self, piece: ChoicePiece) -> Json:
         spelled = [self.spell(token) for token in piece.tokens.ids_T.tolist()]
         logprobs = [value if math.isfinite(value) else None for value in piece.tokens.logprobs_T.tolist()]
         if not self.is_chat:

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine.local import LocalEngine
-from headrace.engine.server.answering import Events, Job, Meter, Service, dead, understand, whole
-from headrace.engine.server.auth import Gate
+from headrace.engine.server.answering import AnswerEventStream, Job, Meter, Service, dead, understand, whole
+from headrace.engine.server.auth import ServeAuth
 from headrace.engine.server.choices import sample_all
 from headrace.engine.server.metrics import ServerMetrics
 from headrace.engine.server.prompts import check_model
@@ -53,7 +53,7 @@ class State:
         return self.service.engine.stats() if self.service else None
 
 
-def make_app(state: State, token: str) -> Gate:
+def make_app(state: State, token: str) -> ServeAuth:
     """The whole server as an ASGI application."""
     metrics = ServerMetrics(state.stats)
     answer = _Answer(state, metrics)
@@ -86,7 +86,7 @@ def make_app(state: State, token: str) -> Gate:
         ],
         exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _broken},
     )
-    return Gate(app, token=token)
+    return ServeAuth(app, token=token)
 
 
 class _Answer:
@@ -133,7 +133,7 @@ class _Answer:
     async def _stream(
         self, job: Job, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
-        events = Events(job, meter, asgi[2])
+        events = AnswerEventStream(job, meter, asgi[2])
         refusal = await _in_words(lambda: sample_all(service.engine, job.asked, job.manner, events.write))
         if not isinstance(refusal, Refusal):
             await events.finish()

@@ -18,7 +18,7 @@ from headrace.engine.server.refusal import Refusal, shown
 from headrace.errors import ConfigError
 
 
-class Gate:
+class ServeAuth:
     """Lets requests through to ``app``, or answers them itself."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:

@@ -17,7 +17,7 @@ _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, Attribute
 """What a template, a program of the model's makers, may raise on a conversation it does not expect."""
 
 
-class Words:
+class ServedTokenizer:
     """Text to token ids and back. Its methods may be called from any thread."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from headrace.types.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ChoiceRequest:
     """One choice that is to be sampled."""
 
     index: int
@@ -27,7 +27,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ChoicePiece:
     """What a choice has gained since its last piece."""
 
     index: int
@@ -43,7 +43,7 @@ class Piece:
     """Forget everything before this piece."""
 
 
-Emit = Callable[[Piece], Awaitable[None]]
+Emit = Callable[[ChoicePiece], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Manner:
     """Whether each token's place in the text is wanted."""
 
 
-async def sample_all(engine: Engine, asked: Sequence[Asked], manner: Manner, emit: Emit) -> None:
+async def sample_all(engine: Engine, asked: Sequence[ChoiceRequest], manner: Manner, emit: Emit) -> None:
     """Sample all of them together; ``emit`` gets their pieces, those of one choice in order. Where one fails, the
     others are withdrawn, and its error is raised."""
     try:
@@ -68,7 +68,7 @@ async def sample_all(engine: Engine, asked: Sequence[Asked], manner: Manner, emi
         raise errors.exceptions[0] from None
 
 
-async def _sample(engine: Engine, asked: Asked, manner: Manner, emit: Emit) -> None:
+async def _sample(engine: Engine, asked: ChoiceRequest, manner: Manner, emit: Emit) -> None:
     text = _Text(asked.sampling.stop, manner)
     async with aclosing(engine.generate(asked.prompt_ids_T, asked.sampling, asked.options)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
@@ -90,7 +90,7 @@ class _Text:
         self._length = 0
         self._late: list[int] = []
 
-    def piece(self, index: int, chunk: TokenChunk) -> Piece:
+    def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
         text, offsets = "", []
         if self._manner.offsets:
@@ -108,7 +108,7 @@ class _Text:
             reason = StopReason.STOP
         elif reason is not None:
             cut = self._finder.last(cut)
-        return Piece(
+        return ChoicePiece(
             index=index,
             tokens=chunk.tokens,
             text=cut.text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.clock import Clock
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.fixed import LoadedWeights
-from headrace.engine.server.chat import Words
+from headrace.engine.server.chat import ServedTokenizer
 from headrace.engine.server.config import ServeConfig
 from headrace.engine.server.run import Loaded
 from headrace.errors import ConfigError
@@ -25,7 +25,7 @@ def load(config: ServeConfig, *, clock: Clock) -> Loaded:
     engine.refuse_server("headrace serve")
     device = str(use("engine.device", engine.device, only_cpu=config.model.deterministic))
     tokenizer = load_tokenizer(path)
-    words = Words(tokenizer, stop_ids(path, tokenizer.eos_token_id))
+    words = ServedTokenizer(tokenizer, stop_ids(path, tokenizer.eos_token_id))
     max_context = engine.max_context or context_length(path)
     name, agents = model_name(config), config.model.adapter_agents
     if name in agents:

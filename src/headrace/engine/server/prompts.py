@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.engine.base import RequestOptions
-from headrace.engine.server.chat import Words
-from headrace.engine.server.choices import Asked
+from headrace.engine.server.chat import ServedTokenizer
+from headrace.engine.server.choices import ChoiceRequest
 from headrace.engine.server.config import ServeSection
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.schema import AnyBody, ChatBody, CompletionBody
@@ -18,7 +18,7 @@ from headrace.types.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class PromptLimits:
     """What is served, and within which limits."""
 
     model: str
@@ -30,7 +30,7 @@ class Terms:
     limits: ServeSection
 
 
-def check_model(asked: str | None, terms: Terms) -> None:
+def check_model(asked: str | None, terms: PromptLimits) -> None:
     """Refuse a model that is not served."""
     served = (terms.model, *terms.agents)
     if asked is not None and asked not in served:
@@ -43,7 +43,7 @@ def check_model(asked: str | None, terms: Terms) -> None:
         )
 
 
-def check_body(body: AnyBody, terms: Terms) -> None:
+def check_body(body: AnyBody, terms: PromptLimits) -> None:
     """Refuse what is over a limit, or cannot be done, before anything is computed."""
     check_model(body.model, terms)
     limits = terms.limits
@@ -81,7 +81,7 @@ def check_body(body: AnyBody, terms: Terms) -> None:
         )
 
 
-def encode(body: AnyBody, words: Words, terms: Terms) -> list[list[int]]:
+def encode(body: AnyBody, words: ServedTokenizer, terms: PromptLimits) -> list[list[int]]:
     """The prompts of ``body`` as token ids; what cannot fit the context is refused before it is encoded."""
     if isinstance(body, ChatBody):
         text = words.render([message.plain() for message in body.messages], body.chat_template_kwargs)
@@ -93,22 +93,24 @@ def encode(body: AnyBody, words: Words, terms: Terms) -> list[list[int]]:
     return [words.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
-def choices(body: AnyBody, prompts: list[list[int]], words: Words, terms: Terms) -> list[Asked]:
+def choices(
+    body: AnyBody, prompts: list[list[int]], words: ServedTokenizer, terms: PromptLimits
+) -> list[ChoiceRequest]:
     """``n`` choices for each prompt, prompt after prompt."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
     agent = body.model if body.model in terms.agents else ""
     options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
-    asked: list[Asked] = []
+    asked: list[ChoiceRequest] = []
     for prompt in prompts:
         ids_T = np.array(prompt, np.int32)
         max_new_tokens = _room(body, len(prompt), terms)
         for _ in range(body.n):
             sampling = _sampling(body, words, max_new_tokens, seed + len(asked))
-            asked.append(Asked(index=len(asked), prompt_ids_T=ids_T, sampling=sampling, options=options))
+            asked.append(ChoiceRequest(index=len(asked), prompt_ids_T=ids_T, sampling=sampling, options=options))
     return asked
 
 
-def _refuse_long(text: str, param: str, words: Words, terms: Terms) -> None:
+def _refuse_long(text: str, param: str, words: ServedTokenizer, terms: PromptLimits) -> None:
     longest = terms.max_context * words.longest_token
     if len(text) > longest:
         raise Refusal(
@@ -157,7 +159,7 @@ def _max_tokens(body: AnyBody) -> int | None:
     return body.max_tokens
 
 
-def _room(body: AnyBody, length: int, terms: Terms) -> int:
+def _room(body: AnyBody, length: int, terms: PromptLimits) -> int:
     """How many tokens a choice after a prompt of ``length`` may have."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     if length == 0:
@@ -173,7 +175,7 @@ def _room(body: AnyBody, length: int, terms: Terms) -> int:
     return asked or min(left, terms.limits.max_tokens or left)
 
 
-def _sampling(body: AnyBody, words: Words, max_new_tokens: int, seed: int) -> Sampling:
+def _sampling(body: AnyBody, words: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
     ends = () if body.ignore_eos else words.stop_ids
     return Sampling(
         max_new_tokens=max_new_tokens,

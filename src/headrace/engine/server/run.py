@@ -23,9 +23,9 @@ from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.server.answering import Service
 from headrace.engine.server.app import State, make_app
 from headrace.engine.server.auth import refuse_open_door
-from headrace.engine.server.chat import Words
+from headrace.engine.server.chat import ServedTokenizer
 from headrace.engine.server.config import ServeSection
-from headrace.engine.server.prompts import Terms
+from headrace.engine.server.prompts import PromptLimits
 from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.errors import ConfigError
 
@@ -39,7 +39,7 @@ class Loaded:
 
     core: EngineCore
     """With weights committed."""
-    words: Words
+    words: ServedTokenizer
     name: str
     agents: tuple[str, ...] = ()
     """Those with adapters of their own, which answer under their names."""
@@ -51,7 +51,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
+class ServerEvents:
     """Whom to tell what happens."""
 
     listening: Callable[[str], None]
@@ -63,7 +63,7 @@ class Events:
 
 
 def serve(
-    limits: ServeSection, token: str, load: Callable[[], Loaded], *, clock: Clock, events: Events
+    limits: ServeSection, token: str, load: Callable[[], Loaded], *, clock: Clock, events: ServerEvents
 ) -> None:  # fmt: skip
     """Serve what ``load`` returns until Ctrl-C or SIGTERM.
 
@@ -74,7 +74,7 @@ def serve(
     if limits.tls_certificate:
         server_context(limits.tls_certificate, limits.tls_key)  # told before anything is taken
     with _bind(limits.host, limits.port) as listening:
-        asyncio.run(_Server(limits, token, clock, events).run(listening, load))
+        asyncio.run(_ServeServer(limits, token, clock, events).run(listening, load))
 
 
 class _Draining(HttpServer):
@@ -89,8 +89,8 @@ class _Draining(HttpServer):
         await super().shutdown(sockets)
 
 
-class _Server:
-    def __init__(self, limits: ServeSection, token: str, clock: Clock, events: Events) -> None:
+class _ServeServer:
+    def __init__(self, limits: ServeSection, token: str, clock: Clock, events: ServerEvents) -> None:
         self._limits, self._clock, self._events = limits, clock, events
         self._state = State()
         self._engine: LocalEngine | None = None
@@ -132,7 +132,9 @@ class _Server:
         return Service(
             engine=engine,
             words=loaded.words,
-            terms=Terms(model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=self._limits),
+            terms=PromptLimits(
+                model=loaded.name, agents=loaded.agents, max_context=loaded.max_context, limits=self._limits
+            ),
             clock=self._clock,
             encoder=encoder,
         )

@@ -160,7 +160,7 @@ def read_content(value: object) -> str:
     )
 
 
-class Message(Strict):
+class ChatMessageBody(Strict):
     """A message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
@@ -185,7 +185,7 @@ class Message(Strict):
 class ChatBody(Body):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessageBody] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
     """The older name of ``max_completion_tokens``."""
     max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)

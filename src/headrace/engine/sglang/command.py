@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.served.launching import Wanted, interpreter
+from headrace.engine.served.launching import ServeRequirements, interpreter
 from headrace.engine.served.server import Command
 from headrace.engine.served.wire import Address
 from headrace.models.devices import CPU
@@ -26,7 +26,7 @@ def own_address(directory: Path) -> Address:
     return Address(url=f"http://127.0.0.1:{port}", token=token, key_file=str(file))
 
 
-def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
+def command(config: EngineConfig, wanted: ServeRequirements, address: Address) -> Command:
     """For a server at ``address``."""
     settings = {
         "--model-path": wanted.path,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headrace.engine.served.answer import Part, TokenId
-from headrace.engine.served.dialect import Ask, Hold, Met, post
+from headrace.engine.served.answer import StreamPart, TokenId
+from headrace.engine.served.dialect import Ask, PauseMode, ServerInfo, post
 from headrace.engine.served.records import numbers
 from headrace.errors import ComponentDied
 from headrace.types.sampling import Sampling
@@ -41,7 +41,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
 
 
-class _Event(msgspec.Struct):
+class _SglangEvent(msgspec.Struct):
     """Of a stream, as far as it is read."""
 
     meta_info: _Meta | None = None
@@ -49,7 +49,7 @@ class _Event(msgspec.Struct):
 
 
 class SglangDialect:
-    """See :class:`~headrace.engine.served.dialect.Dialect`."""
+    """See :class:`~headrace.engine.served.dialect.ServerDialect`."""
 
     name = "SGLang"
     kind = package = "sglang"
@@ -83,8 +83,8 @@ class SglangDialect:
             "stream": True,
         }
 
-    def part(self, event: str, seen: int) -> Part | None:
-        read = msgspec.json.decode(event, type=_Event)
+    def part(self, event: str, seen: int) -> StreamPart | None:
+        read = msgspec.json.decode(event, type=_SglangEvent)
         if read.error is not None or read.meta_info is None:
             raise ValueError(str(read.error)[:300])
         meta = read.meta_info
@@ -92,7 +92,7 @@ class SglangDialect:
         told = meta.output_token_logprobs[-new:] if new else []  # of the whole stream, or of what is new
         if not told and meta.finish_reason is None:
             return None
-        return Part(
+        return StreamPart(
             ids=[one[1] for one in told],
             logprobs=[math.nan if one[0] is None else one[0] for one in told],
             ended="" if meta.finish_reason is None else meta.finish_reason.type,
@@ -100,12 +100,12 @@ class SglangDialect:
             experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
         )
 
-    async def meet(self, client: httpx.AsyncClient) -> Met:
+    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
         info = (await client.get("/server_info")).json()
         model = (await client.get("/model_info")).json()["tokenizer_path"]  # its model_path is that of the last update
-        return Met(version=info["version"], model=model, max_context=info["context_length"] or UNBOUNDED)
+        return ServerInfo(version=info["version"], model=model, max_context=info["context_length"] or UNBOUNDED)
 
-    async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
+    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
         await post(client, "/pause_generation", {"mode": "abort" if how.abort else "in_place"})
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.served.launching import Wanted, interpreter
+from headrace.engine.served.launching import ServeRequirements, interpreter
 from headrace.engine.served.server import Command
 from headrace.engine.served.wire import Address
 from headrace.models.devices import CPU
@@ -28,7 +28,7 @@ def own_address(directory: Path) -> Address:
     return Address(url="http://vllm", socket=str(directory / "api.sock"))
 
 
-def command(config: EngineConfig, wanted: Wanted, address: Address) -> Command:
+def command(config: EngineConfig, wanted: ServeRequirements, address: Address) -> Command:
     """For a server at ``address``."""
     on_cpu = config.device == CPU
     where = ["--uds", address.socket] if address.socket else ["--host", address.host, "--port", str(address.port)]

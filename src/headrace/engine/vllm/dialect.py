@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headrace.engine.served.answer import Part, Span, TokenId
-from headrace.engine.served.dialect import Ask, Hold, Met, post
+from headrace.engine.served.answer import StreamPart, TokenId, VersionSpan
+from headrace.engine.served.dialect import Ask, PauseMode, ServerInfo, post
 from headrace.engine.served.forms import FILE
 from headrace.engine.served.records import unpacked
 from headrace.errors import ConfigError
@@ -53,10 +53,10 @@ class _Choice(msgspec.Struct):
     token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
-class _Event(msgspec.Struct):
+class _VllmEvent(msgspec.Struct):
     """Of a stream, as far as it is read."""
 
     choices: list[_Choice] = []
@@ -64,7 +64,7 @@ class _Event(msgspec.Struct):
 
 
 class VllmDialect:
-    """See :class:`~headrace.engine.served.dialect.Dialect`."""
+    """See :class:`~headrace.engine.served.dialect.ServerDialect`."""
 
     name = "vLLM"
     kind = package = "vllm"
@@ -104,8 +104,8 @@ class VllmDialect:
             **_asked(ask.adapter),
         }
 
-    def part(self, event: str, seen: int) -> Part | None:
-        told = msgspec.json.decode(event, type=_Event)
+    def part(self, event: str, seen: int) -> StreamPart | None:
+        told = msgspec.json.decode(event, type=_VllmEvent)
         if told.error is not None:
             raise ValueError(str(told.error)[:300])
         if not told.choices:
@@ -116,7 +116,7 @@ class VllmDialect:
         logprobs = [math.nan if one.logprob < NOT_FINITE else one.logprob for one in content or ()]
         if ended and spans is None and seen + len(ids):
             raise ValueError("no versions of the weights came with the end of an answer")
-        return Part(
+        return StreamPart(
             ids=ids,
             logprobs=logprobs,
             ended=ended,
@@ -125,7 +125,7 @@ class VllmDialect:
             experts=None if choice.routed_experts is None else unpacked(choice.routed_experts),
         )
 
-    async def meet(self, client: httpx.AsyncClient) -> Met:
+    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
         version = (await client.get("/version")).json()["version"]
         listed = (await client.get("/v1/models")).json()["data"][0]
         answer = await client.get("/weight_info")
@@ -134,9 +134,11 @@ class VllmDialect:
                 f"vLLM at {client.base_url} has no routes for weights (/weight_info: {answer.status_code})",
                 remedy="start it with VLLM_SERVER_DEV_MODE=1",
             )
-        return Met(version=version, model=listed.get("root") or listed["id"], max_context=listed["max_model_len"])
+        return ServerInfo(
+            version=version, model=listed.get("root") or listed["id"], max_context=listed["max_model_len"]
+        )
 
-    async def hold(self, client: httpx.AsyncClient, how: Hold) -> None:
+    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
         mode, clear = ("abort", True) if how.abort else ("keep", how.recompute)
         await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
 

@@ -22,12 +22,12 @@ from headrace.flow.filters.base import (
     rewards_of,
 )
 from headrace.flow.filters.dynamic_sampling import DynamicSampling
-from headrace.flow.filters.length import Length
+from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.redundancy import REDUNDANT, Redundancy
 from headrace.flow.filters.resample_correct import ResampleCorrect
 from headrace.flow.filters.zero_variance import ZeroVariance
 
-AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | Length
+AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | LengthFilter
 FilterConfig = Annotated[AnyFilter, Field(discriminator="kind")]
 FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
 """Several, or one; a name alone stands for its table."""
@@ -63,7 +63,7 @@ __all__ = [
     "FilterSection",
     "Filtered",
     "FiltersConfig",
-    "Length",
+    "LengthFilter",
     "Verdict",
     "apply_filters",
     "compared",

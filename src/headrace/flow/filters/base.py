@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from headrace.config import Section
-from headrace.types.episode import Episode, EpisodeStatus, role_of
+from headrace.types.episode import EpisodeGraph, EpisodeStatus, role_of
 from headrace.types.scored import ScoredGroup
 
 
@@ -119,7 +119,7 @@ def _without(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
     )
 
 
-def reopened(episodes: Sequence[Episode]) -> tuple[Episode, ...]:
+def reopened(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
     """Episodes as they were before filters saw them: what a crash interrupts is filtered again, as a whole."""
     undone = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
     return tuple(
@@ -130,12 +130,12 @@ def reopened(episodes: Sequence[Episode]) -> tuple[Episode, ...]:
     )
 
 
-def rewards_of(episodes: Sequence[Episode]) -> list[float]:
+def rewards_of(episodes: Sequence[EpisodeGraph]) -> list[float]:
     """Their rewards, in order; those without one are passed over."""
     return [episode.reward for episode in episodes if episode.reward is not None]
 
 
-def compared(episodes: Sequence[Episode]) -> list[list[float]]:
+def compared(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
     """The rewards of a group, as they are compared with each other: those of its episodes or, where agents earned each
     their own, those of every role that is trained."""
     if not any(episode.agent_rewards for episode in episodes):

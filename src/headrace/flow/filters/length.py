@@ -9,11 +9,11 @@ from pydantic import Field
 
 from headrace.errors import ConfigError
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
-from headrace.types.episode import Episode, StopReason
+from headrace.types.episode import EpisodeGraph, StopReason
 from headrace.types.scored import ScoredGroup
 
 
-class Length(FilterSection):
+class LengthFilter(FilterSection):
     """Masks or leaves out the episodes that reached the length limit, or have more than ``max_tokens`` (``overlong``).
 
     ``mask`` is DAPO's overlong filtering: advantages are taken over all that were sampled, and the loss of a truncated
@@ -36,7 +36,7 @@ class Length(FilterSection):
     in TRL (``mask_truncated_completions``): such a batch has fewer tokens that carry loss."""
 
     @pydantic.model_validator(mode="after")
-    def _keeps_what_is_masked(self) -> Length:
+    def _keeps_what_is_masked(self) -> LengthFilter:
         if self.all_masked == "keep" and self.action != "mask":
             raise ConfigError(
                 f"filter 'length' has all_masked='keep' and action={self.action!r}: nothing is masked",
@@ -52,10 +52,10 @@ class Length(FilterSection):
             return Verdict(reason="overlong", mask=long, keep_masked=self.all_masked == "keep")
         return Verdict(reason="overlong", leave_out=long)
 
-    def _is_long(self, episode: Episode) -> bool:
+    def _is_long(self, episode: EpisodeGraph) -> bool:
         return was_cut(episode) or (self.max_tokens is not None and episode.length > self.max_tokens)
 
 
-def was_cut(episode: Episode) -> bool:
+def was_cut(episode: EpisodeGraph) -> bool:
     """Whether one of its sampled turns ended at the length limit."""
     return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns if turn.branch is None)

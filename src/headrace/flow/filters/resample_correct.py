@@ -12,7 +12,7 @@ from pydantic import Field
 from headrace.errors import ConfigError
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
 from headrace.flow.filters.length import was_cut
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 from headrace.types.scored import ScoredGroup
 
 _DRAWS = 0x526F43
@@ -89,13 +89,13 @@ class ResampleCorrect(FilterSection):
         most = min(self.keep - min(self.min_each, num_right), num_wrong)
         return min(max(share, least), most)
 
-    def errors(self, episode: Episode, context: FilterContext) -> float:
+    def errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
         """p_err + p_format of an episode, from 0 to 2."""
         calls = [turn.failed for turn in episode.turns if turn.author == "tool" and turn.branch is None]
         failed = sum(calls) / len(calls) if calls else 0.5
         return failed + self._format_errors(episode, context)
 
-    def _format_errors(self, episode: Episode, context: FilterContext) -> float:
+    def _format_errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
         if was_cut(episode):
             return 1.0
         if self.answer_tags is None:

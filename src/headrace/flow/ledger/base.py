@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.types.episode import Episode, EpisodeStatus, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 from headrace.types.scored import Learned
 from headrace.types.tokens import versions_of
@@ -56,7 +56,7 @@ class EndEpisode:
     """An episode has ended, with everything it holds: it takes the place of the parts of its turns. Tokens of parts
     that it does not hold were ``discarded``."""
 
-    episode: Episode
+    episode: EpisodeGraph
     at_s: float
 
 
@@ -152,7 +152,7 @@ class RecalledGroup:
     oldest_version: int
     step: int | None
     """The step that took it and is to take it again; ``None`` where none did."""
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeGraph, ...]
     """Those that have ended."""
     begun: tuple[TurnPart, ...] = ()
     """What is recorded of the turns of those that have not: one part for each turn."""
@@ -179,7 +179,7 @@ class Recalled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class GroupAttempt:
     """One group, and how it did."""
 
     number: int
@@ -220,7 +220,7 @@ class Ledger(Protocol):
         """
         ...
 
-    def episodes(self, number: int) -> list[Episode]:
+    def episodes(self, number: int) -> list[EpisodeGraph]:
         """The episodes of one group that have ended, in order."""
         ...
 
@@ -236,7 +236,7 @@ class Ledger(Protocol):
         """How long the episodes were whose fate is decided, and those that were trained."""
         ...
 
-    def attempts(self, first: int) -> list[Attempt]:
+    def attempts(self, first: int) -> list[GroupAttempt]:
         """The groups from number ``first`` on, in order."""
         ...
 

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from typing import TypeVar
 
-from headrace.flow.ledger.base import Attempt, Conservation, Fates, Lengths
+from headrace.flow.ledger.base import Conservation, Fates, GroupAttempt, Lengths
 from headrace.types.episode import EpisodeStatus
 from headrace.types.group import GroupState
 
@@ -110,7 +110,7 @@ class Books:
             num_withdrawn=self.count(f"SELECT count(*) {_EPISODES} WHERE {withdrawn}"),
         )
 
-    def attempts(self, first: int) -> list[Attempt]:
+    def attempts(self, first: int) -> list[GroupAttempt]:
         """The groups from number ``first`` on, in order."""
         rewards: dict[int, list[float]] = {}
         rewarded = "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
@@ -118,7 +118,7 @@ class Books:
             rewards.setdefault(number, []).append(reward)
         groups = f"SELECT number, row, oldest_version, NOT {_UNCLOSED} FROM groups WHERE number >= ? ORDER BY number"
         return [
-            Attempt(
+            GroupAttempt(
                 number=number,
                 row=row,
                 oldest_version=version,

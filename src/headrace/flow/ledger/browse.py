@@ -23,7 +23,7 @@ from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.migrate import schema_version, steps
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.flow.ledger.turns import decode_learned, decode_turns
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.types.scored import Learned
 
 
@@ -62,7 +62,7 @@ Stored = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """A whole number that a column of the ledger can hold."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which episodes; every field that is ``None`` lets all through."""
 
     status: str | None = None
@@ -145,18 +145,20 @@ class Browser:
             )
         return cls(run_dir / SQLITE_FILE)
 
-    def page(self, wanted: Wanted, *, order: str = "newest", offset: int = 0, limit: int = 50) -> list[EpisodeRow]:
+    def page(
+        self, wanted: EpisodeQuery, *, order: str = "newest", offset: int = 0, limit: int = 50
+    ) -> list[EpisodeRow]:
         """Some of the episodes that are wanted."""
         where, values = _where(wanted)
         query = f"{_ROW}{_FROM}{where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
         return [_row(row) for row in self._all(query, (*values, limit, offset))]
 
-    def count(self, wanted: Wanted) -> int:
+    def count(self, wanted: EpisodeQuery) -> int:
         """How many episodes are wanted."""
         where, values = _where(wanted)
         return int(self._all(f"SELECT count(*){_FROM}{where}", values)[0][0])
 
-    def episode(self, key: EpisodeKey) -> Episode | None:
+    def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
         """One episode with everything it holds; ``None`` where it has not ended, or there is none."""
         query = (
             "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
@@ -167,7 +169,7 @@ class Browser:
             return None
         status, cause, reward, parts, agents, turns, entry = rows[0]
         with self._explained():
-            return Episode(
+            return EpisodeGraph(
                 key=key,
                 turns=decode_turns(turns, entry),
                 status=EpisodeStatus(status),
@@ -183,7 +185,7 @@ class Browser:
         with self._explained():
             return decode_learned(rows[0][0]) if rows else None
 
-    def before(self, key: EpisodeKey | None, limit: int) -> list[Episode]:
+    def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
         """The episodes before ``key`` (``None``: the last ones), backwards, with their turns."""
         at = (2**62, 0) if key is None else tuple(key)
         keys = self._all(
@@ -283,7 +285,7 @@ def is_written(path: Path) -> bool:
     return path.with_name(f"{path.name}-wal").exists()
 
 
-def _where(wanted: Wanted) -> tuple[str, list[Any]]:
+def _where(wanted: EpisodeQuery) -> tuple[str, list[Any]]:
     clauses: list[str] = []
     values: list[Any] = []
     if wanted.status is not None:

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.types.episode import Branch, Episode, StopReason, Turn
-from headrace.types.messages.codec import Codec
+from headrace.types.episode import Branch, EpisodeGraph, StopReason, Turn
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.taught import Taught
 from headrace.types.tokens import FloatColumn, IntColumn, Tokens
@@ -59,7 +59,7 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     """By the place of the turn among the K."""
 
 
-_CODEC = Codec(_Bundle)
+_CODEC = MessageCodec(_Bundle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Sampled:
     """The newest one."""
 
 
-def bundled(episodes: Sequence[Episode]) -> Iterator[Sequence[Episode]]:
+def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]]:
     """The same in order, a bundle at a time."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
@@ -87,7 +87,7 @@ def bundled(episodes: Sequence[Episode]) -> Iterator[Sequence[Episode]]:
         yield episodes[begin:]
 
 
-def encode_bundle(episodes: Sequence[Episode]) -> tuple[bytes, list[Sampled]]:
+def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
     """The bytes that the ledger keeps of them, and what it counts of each."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
@@ -175,7 +175,7 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
 
 
 def _sampled(bundle: _Bundle) -> list[Sampled]:
-    """As :meth:`Episode.num_sampled` and :meth:`Episode.versions` tell it, of all episodes at once."""
+    """As :meth:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions` tell it, of all episodes at once."""
     ends_K = np.cumsum([0, *bundle.lengths_K])
     bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
     versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place

@@ -23,10 +23,10 @@ import xxhash
 from headrace.clock import RealClock
 from headrace.config.redis import password_in, redis_package, without_password
 from headrace.errors import ConfigError, LedgerError
-from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled
+from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled
 from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
-from headrace.types.episode import Episode
+from headrace.types.episode import EpisodeGraph
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class RedisLedger:
             self._record(RollBack(step=step))
             return recalled
 
-    def episodes(self, number: int) -> list[Episode]:
+    def episodes(self, number: int) -> list[EpisodeGraph]:
         return self._index.episodes(number)
 
     def conservation(self) -> Conservation:
@@ -125,7 +125,7 @@ class RedisLedger:
     def lengths(self) -> Lengths:
         return self._index.lengths()
 
-    def attempts(self, first: int) -> list[Attempt]:
+    def attempts(self, first: int) -> list[GroupAttempt]:
         return self._index.attempts(first)
 
     def steps(self) -> dict[int, tuple[int, ...]]:

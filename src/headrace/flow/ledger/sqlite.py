@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import LedgerError
-from headrace.flow.ledger.base import Attempt, Conservation, Lengths, Operation, Recalled, RecalledGroup
+from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.migrate import migrate
 from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, seal_all, seal_rows
 from headrace.flow.ledger.turns import decode_turns, join_parts
 from headrace.flow.ledger.upkeep import LogCopier
 from headrace.flow.ledger.writing import Writing
-from headrace.types.episode import Episode, EpisodeKey, EpisodeStatus, TurnPart
+from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TurnPart
 from headrace.types.group import GroupState
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class SqliteLedger:
                 checksums={version: checksum for version, checksum in self.checksums().items() if version >= step},
             )  # fmt: skip
 
-    def episodes(self, number: int) -> list[Episode]:
+    def episodes(self, number: int) -> list[EpisodeGraph]:
         with self._explained("read"):
             rows = self._db.execute(
                 "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
@@ -137,7 +137,7 @@ class SqliteLedger:
                 (number,),
             )
             return [
-                Episode(
+                EpisodeGraph(
                     key=EpisodeKey(number, position),
                     turns=decode_turns(turns, entry),
                     status=EpisodeStatus(status),
@@ -171,7 +171,7 @@ class SqliteLedger:
     def lengths(self) -> Lengths:
         return self._read(self._books.lengths)
 
-    def attempts(self, first: int) -> list[Attempt]:
+    def attempts(self, first: int) -> list[GroupAttempt]:
         return self._read(lambda: self._books.attempts(first))
 
     def steps(self) -> dict[int, tuple[int, ...]]:

@@ -9,7 +9,7 @@ import msgspec
 
 from headrace.flow.ledger.bundles import decode_entry
 from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.scored import Learned
 from headrace.types.taught import Taught
@@ -37,8 +37,8 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}
 
 
-_CODEC = Codec(list[_Turn])
-_LEARNED = Codec(Learned)
+_CODEC = MessageCodec(list[_Turn])
+_LEARNED = MessageCodec(Learned)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:

@@ -17,7 +17,7 @@ from headrace.flow.ledger.base import (
     Submit,
 )
 from headrace.flow.ledger.sqlite import SqliteLedger
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 
 
 class RollBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class RollBack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _KINDS = (Submit, Move, Stream, EndEpisode, DropEpisodes, EndStep, CommitVersion, Note, RollBack)
-_CODECS = {kind.__name__.encode(): Codec(kind) for kind in _KINDS}
+_CODECS = {kind.__name__.encode(): MessageCodec(kind) for kind in _KINDS}
 
 
 def encode_operation(operation: Operation | RollBack) -> tuple[bytes, bytes]:

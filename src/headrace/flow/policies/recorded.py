@@ -12,11 +12,11 @@ from headrace.flow.policies.base import STALE, Selection, StalenessPolicy
 from headrace.flow.state import FlowState
 
 
-class Recorded(StalenessPolicy):
+class RecordedPolicy(StalenessPolicy):
     """The decisions of another run. No run file can ask for it.
 
     >>> from headrace.flow.state import Limits
-    >>> policy = Recorded(starts=(0, 0, 1), steps={0: (1,)}, dropped_stale=False, masked_stale=False)
+    >>> policy = RecordedPolicy(starts=(0, 0, 1), steps={0: (1,)}, dropped_stale=False, masked_stale=False)
     >>> policy.admit(FlowState(limits=Limits(batch_size=1, max_age=0)))
     2
     """

@@ -3,7 +3,7 @@
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.environment import EnvPool, EnvTerms
 from headrace.launch.clients.learner import LearnerClient, RankClient
-from headrace.launch.clients.scorer import ScorerPool, Terms
+from headrace.launch.clients.scorer import ScorerPool, ScorerPoolConfig
 from headrace.launch.clients.scoring import ScoringStage
 from headrace.launch.clients.shift import EnvPeer
 
@@ -15,6 +15,6 @@ __all__ = [
     "LearnerClient",
     "RankClient",
     "ScorerPool",
+    "ScorerPoolConfig",
     "ScoringStage",
-    "Terms",
 ]

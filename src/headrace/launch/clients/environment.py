@@ -27,12 +27,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from headrace.clock import being_cancelled
-from headrace.env import OpenEpisode, Outcome
+from headrace.env import AttemptOutcome, OpenEpisode
 from headrace.errors import EnvError, EpisodeError
 from headrace.launch.clients.peer import Peer
-from headrace.launch.clients.scorer import Worker
-from headrace.launch.clients.shift import Crew, EnvPeer, Gone, Lost, Place, Room, Shift, Visit
-from headrace.launch.clients.trials import TRIALS, Trial, divide
+from headrace.launch.clients.scorer import ScoringProcess
+from headrace.launch.clients.shift import (
+    EnvironmentWorker,
+    EnvPeer,
+    EpisodeCall,
+    EpisodeLoss,
+    Gone,
+    ResizableSlots,
+    WorkerGroup,
+    WorkerSlot,
+)
+from headrace.launch.clients.trials import TRIALS, SuspectTrial, divide
 from headrace.types.messages.controller import EpisodeDone
 from headrace.types.messages.environment import Cancel, RunEpisode
 from headrace.types.task import Task
@@ -76,12 +85,12 @@ class Attempt:
     episode: OpenEpisode
     deaths: int = 0
     """Workers that have died under it."""
-    trial: Trial | None = None
+    trial: SuspectTrial | None = None
     """Where it begins again, as a suspect; ``None``: in the shared workers."""
 
-    def lost(self, why: Lost, visit: Visit | None) -> Lost:
+    def lost(self, why: EpisodeLoss, visit: EpisodeCall | None) -> EpisodeLoss:
         """Take note that a worker has ended under it, and return why."""
-        if why is Lost.DIED:
+        if why is EpisodeLoss.DIED:
             self.deaths += 1
             self.trial = None if visit is None else visit.trial
         return why
@@ -95,7 +104,7 @@ class EnvPool:
 
     def __init__(
         self,
-        start_worker: Callable[[], Awaitable[Worker]],
+        start_worker: Callable[[], Awaitable[ScoringProcess]],
         terms: EnvTerms,
         *,
         warn: Callable[[str], None],
@@ -103,12 +112,12 @@ class EnvPool:
     ) -> None:
         self._listening = listening
         self._endpoint: Endpoint | None = None
-        self._own = Crew(start_worker, terms.num_workers)
+        self._own = WorkerGroup(start_worker, terms.num_workers)
         self._terms = terms
         self._warn = warn
-        self._places: list[Place] = []
+        self._places: list[WorkerSlot] = []
         self._came = asyncio.Condition()
-        self._room = Room()
+        self._room = ResizableSlots()
         self._trials = asyncio.Semaphore(TRIALS)
         self._helpers: asyncio.TaskGroup | None = None
 
@@ -131,7 +140,7 @@ class EnvPool:
             self._settle(self._own)
             await asyncio.Event().wait()
 
-    async def lodge(self, crew: Crew) -> None:
+    async def lodge(self, crew: WorkerGroup) -> None:
         """Keep the workers of another machine, until it leaves or is lost: then this returns when the last of them has
         ended. Raises what keeps them from being of use, a :class:`~headrace.errors.HeadraceError`."""
         try:
@@ -156,15 +165,15 @@ class EnvPool:
             for shift in crew.shifts:
                 shift.worker.close()
 
-    def _settle(self, crew: Crew) -> list[asyncio.Task[None]]:
+    def _settle(self, crew: WorkerGroup) -> list[asyncio.Task[None]]:
         """Give a crew its places; the tasks that keep them filled."""
-        places = [Place(crew) for _ in range(crew.num_workers)]
+        places = [WorkerSlot(crew) for _ in range(crew.num_workers)]
         self._places += places
         self._room.grow(crew.num_workers * self._terms.concurrency)
         assert crew.helpers is not None
         return [crew.helpers.create_task(self._keep(place)) for place in places]
 
-    def _dissolve(self, crew: Crew) -> None:
+    def _dissolve(self, crew: WorkerGroup) -> None:
         """Nothing begins there any more."""
         left = [place for place in self._places if place.crew is not crew]
         self._room.shrink((len(self._places) - len(left)) * self._terms.concurrency)
@@ -189,7 +198,7 @@ class EnvPool:
         own = [place for place in self._places if place.crew is self._own]
         return bool(own) and all(place.up for place in own)
 
-    async def run(self, task: Task, episode: OpenEpisode) -> Outcome:
+    async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         """One attempt, in a worker; where it is lost without being to blame, begun again.
 
         Raises :class:`~headrace.errors.EpisodeError` by the reason for which the episode failed.
@@ -198,14 +207,14 @@ class EnvPool:
         attempt = Attempt(order=order, episode=episode)
         try:
             found = await self._in_shared(attempt)
-            while found in (Lost.INNOCENT, Lost.DIED):
+            while found in (EpisodeLoss.INNOCENT, EpisodeLoss.DIED):
                 episode.begin_again()
                 trial, attempt.trial = attempt.trial, None
                 found = await (self._in_shared(attempt) if trial is None else self._in_trial(attempt, trial))
         finally:
             if attempt.trial is not None:  # cancelled before it could begin there
                 attempt.trial.leave()
-        if isinstance(found, Lost):
+        if isinstance(found, EpisodeLoss):
             raise EpisodeError(
                 f"its code kept the loop of its worker from turning for env.block_s={self._terms.block_s:g} s",
                 remedy="await what waits, and hand what computes to asyncio.to_thread",
@@ -213,7 +222,7 @@ class EnvPool:
             )
         return self._outcome(found)
 
-    def _outcome(self, done: EpisodeDone) -> Outcome:
+    def _outcome(self, done: EpisodeDone) -> AttemptOutcome:
         if done.reason:
             raise EpisodeError(done.problem, remedy="mend the environment", reason=done.reason)
         if done.reward is None and not done.agent_rewards and not self._terms.scored:
@@ -228,13 +237,13 @@ class EnvPool:
                 remedy="leave env.reward and env.rewards out, or agent_rewards",
             )
         reward = None if self._terms.scored else done.reward
-        return Outcome(
+        return AttemptOutcome(
             reward=reward, turn_rewards=done.turn_rewards, agent_rewards=done.agent_rewards, trained=done.trained
         )
 
     # -- one episode in one worker ----------------------------------------------------------------------------------
 
-    async def _free_shift(self) -> Shift:
+    async def _free_shift(self) -> EnvironmentWorker:
         """The worker with the fewest episodes."""
         async with self._came:
             await self._came.wait_for(lambda: any(place.up for place in self._places))
@@ -242,12 +251,12 @@ class EnvPool:
         assert place.shift is not None
         return place.shift
 
-    async def _in_shared(self, attempt: Attempt) -> EpisodeDone | Lost:
+    async def _in_shared(self, attempt: Attempt) -> EpisodeDone | EpisodeLoss:
         """One episode in whichever of the shared workers has the fewest."""
         async with self._room:
             return await self._visit(await self._free_shift(), attempt)
 
-    async def _visit(self, shift: Shift, attempt: Attempt) -> EpisodeDone | Lost:
+    async def _visit(self, shift: EnvironmentWorker, attempt: Attempt) -> EpisodeDone | EpisodeLoss:
         """One episode in one worker, and in the programs that it starts: nobody asks in its name afterwards."""
         if self._endpoint is None:
             return await self._in_worker(shift, attempt, attempt.order)
@@ -259,15 +268,17 @@ class EnvPool:
             return msgspec.structs.replace(found, problem=words)
         return found
 
-    async def _in_worker(self, shift: Shift, attempt: Attempt, order: RunEpisode) -> EpisodeDone | Lost:
+    async def _in_worker(
+        self, shift: EnvironmentWorker, attempt: Attempt, order: RunEpisode
+    ) -> EpisodeDone | EpisodeLoss:
         """Until the episode has ended there, or is lost. Where nobody waits for it any more, the worker ends it."""
         peer = shift.worker.peer
         call = peer.next_call()
         done = peer.expect(call, EpisodeDone)
-        visit: Visit | None = None
+        visit: EpisodeCall | None = None
         try:
             async with asyncio.TaskGroup() as group:
-                visit = Visit(attempt.episode, peer, group, deaths=attempt.deaths)
+                visit = EpisodeCall(attempt.episode, peer, group, deaths=attempt.deaths)
                 shift.come(call, visit)
                 peer.send(msgspec.structs.replace(order, call=call))
                 ended = await done
@@ -291,7 +302,7 @@ class EnvPool:
 
     # -- trials -----------------------------------------------------------------------------------------------------
 
-    def _suspect(self, shift: Shift, cause: str) -> None:
+    def _suspect(self, shift: EnvironmentWorker, cause: str) -> None:
         """A worker has died: those of its episodes that were lost before are tried by halves."""
         suspects = [visit for visit in shift.visits.values() if visit.deaths]
         if not suspects:
@@ -310,15 +321,15 @@ class EnvPool:
             except RuntimeError:  # no task may begin any more: all workers are being ended
                 holding.close()
 
-    async def _hold(self, trial: Trial) -> None:
+    async def _hold(self, trial: SuspectTrial) -> None:
         """Keep a worker for a trial, from when there is room for one more until no episode needs it."""
         async with self._trials:
             while not trial.ended.is_set():
-                place = Place(await self._some_crew())
+                place = WorkerSlot(await self._some_crew())
                 with contextlib.suppress(Gone):
                     await self._serve_trial(trial, place, await self._begin(place))
 
-    async def _serve_trial(self, trial: Trial, place: Place, shift: Shift) -> None:
+    async def _serve_trial(self, trial: SuspectTrial, place: WorkerSlot, shift: EnvironmentWorker) -> None:
         """Until its episodes need no worker any more, or this one has died before there was an episode in it."""
         try:
             await shift.settled.wait()
@@ -328,18 +339,18 @@ class EnvPool:
         finally:
             await shift.replace()
 
-    async def _in_trial(self, attempt: Attempt, trial: Trial) -> EpisodeDone | Lost:
+    async def _in_trial(self, attempt: Attempt, trial: SuspectTrial) -> EpisodeDone | EpisodeLoss:
         """One suspected episode, with the others of its half; what kills its worker alone has failed."""
         alone = trial.num_suspects == 1
         try:
             await asyncio.wait([trial.worker])  # unlike awaiting it, this cancels it for nobody
             shift = trial.worker.result()
             if shift.left.is_set():
-                return Lost.INNOCENT
+                return EpisodeLoss.INNOCENT
             found = await self._visit(shift, attempt)
         finally:
             trial.leave()
-        if found is Lost.DIED and alone:
+        if found is EpisodeLoss.DIED and alone:
             raise EpisodeError(
                 f"the process that ran it died, alone too: {shift.cause}",
                 remedy="look at logs/environment-*.log in the run directory",
@@ -347,7 +358,7 @@ class EnvPool:
             )
         return found
 
-    def _give_up(self, shift: Shift, call: int) -> None:
+    def _give_up(self, shift: EnvironmentWorker, call: int) -> None:
         """Have the worker end an episode, or end the worker."""
         assert self._helpers is not None
         seeing = self._see_it_end(shift, call)
@@ -356,7 +367,7 @@ class EnvPool:
         except RuntimeError:  # no task may begin any more: all workers are being ended
             seeing.close()
 
-    async def _see_it_end(self, shift: Shift, call: int) -> None:
+    async def _see_it_end(self, shift: EnvironmentWorker, call: int) -> None:
         ended = shift.worker.peer.expect(call, EpisodeDone)
         shift.worker.peer.send(Cancel(call=call))
         await asyncio.wait([ended], timeout=GRACE_S)
@@ -367,7 +378,7 @@ class EnvPool:
 
     # -- workers ----------------------------------------------------------------------------------------------------
 
-    async def _keep(self, place: Place) -> None:
+    async def _keep(self, place: WorkerSlot) -> None:
         while not place.crew.leaving.is_set():
             try:
                 shift = await self._begin(place)
@@ -375,10 +386,10 @@ class EnvPool:
                 return
             await shift.left.wait()
 
-    async def _begin(self, place: Place) -> Shift:
+    async def _begin(self, place: WorkerSlot) -> EnvironmentWorker:
         """A new worker in that place. Raises :class:`~headrace.launch.clients.shift.Gone`."""
         crew = place.crew
-        shift = Shift(await crew.start_worker(), crew.programs)
+        shift = EnvironmentWorker(await crew.start_worker(), crew.programs)
         assert crew.helpers is not None
         tending = self._tend(place, shift)
         try:
@@ -391,7 +402,7 @@ class EnvPool:
         crew.shifts.add(shift)
         return shift
 
-    async def _some_crew(self) -> Crew:
+    async def _some_crew(self) -> WorkerGroup:
         """This machine's; where it keeps no worker, another's."""
         if self.keeps_some_here:
             return self._own
@@ -399,7 +410,7 @@ class EnvPool:
             await self._came.wait_for(lambda: bool(self._places))
         return self._places[0].crew
 
-    async def _tend(self, place: Place, shift: Shift) -> None:
+    async def _tend(self, place: WorkerSlot, shift: EnvironmentWorker) -> None:
         """A worker, from its start to its end."""
         worker = shift.worker
         assert isinstance(worker.peer, EnvPeer)
@@ -425,7 +436,7 @@ class EnvPool:
         if not shift.replaced:  # where it had an episode, what that left behind may have killed it
             self._count_death(place.crew, worker.peer, cause, shift)
 
-    async def _arrival(self, place: Place, shift: Shift, dying: asyncio.Future[str]) -> None:
+    async def _arrival(self, place: WorkerSlot, shift: EnvironmentWorker, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and episodes can run in its place, or it has died."""
         peer = shift.worker.peer
         if await peer.arrives(dying, self._terms.start_timeout_s, "is the file of env.entry slow to import?"):
@@ -434,7 +445,7 @@ class EnvPool:
             async with self._came:
                 self._came.notify_all()
 
-    async def _watch(self, shift: Shift) -> None:
+    async def _watch(self, shift: EnvironmentWorker) -> None:
         """End a worker whose loop is blocked, or that has fallen silent. Silence is counted in looks: where this loop
         stood still itself, that is one look."""
         quiet_looks = 0
@@ -455,7 +466,7 @@ class EnvPool:
         self._warn("an environment worker has fallen silent: it is replaced")
         await shift.worker.kill()
 
-    def _count_death(self, crew: Crew, peer: Peer, cause: str, shift: Shift) -> None:
+    def _count_death(self, crew: WorkerGroup, peer: Peer, cause: str, shift: EnvironmentWorker) -> None:
         if peer.last_words is not None:
             raise peer.last_words
         crew.idle_deaths = 0 if shift.served else crew.idle_deaths + 1

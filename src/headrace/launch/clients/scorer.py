@@ -17,7 +17,7 @@ from headrace.errors import EnvError
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.scoring import NO_CONTEXT, Scores, ScoringContext
 from headrace.types.messages.controller import Scored, Started
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 from headrace.types.task import Task
 
 SUSPECTS = 16
@@ -28,7 +28,7 @@ MAX_DEATHS = 8
 """Workers that may die one after the other while no call has begun there, and without a single score between them."""
 
 
-class Worker(Protocol):
+class ScoringProcess(Protocol):
     """A scoring process."""
 
     peer: Peer
@@ -58,7 +58,7 @@ class Worker(Protocol):
 class _Meter:
     """Processor time of a worker. It is read once in ``every_s`` at most: reading costs as much as a short call."""
 
-    def __init__(self, worker: Worker, every_s: float) -> None:
+    def __init__(self, worker: ScoringProcess, every_s: float) -> None:
         self._worker, self._every_s = worker, every_s
         self._read_s, self._computed_s = -math.inf, 0.0
 
@@ -75,10 +75,10 @@ class _Meter:
 
 
 @dataclass(slots=True, eq=False)
-class _Shift:
+class _ScoringWorker:
     """One worker, from its start to its end."""
 
-    worker: Worker
+    worker: ScoringProcess
     meter: _Meter
     begun: int = 0
     """Calls whose turn has come and that have not returned."""
@@ -100,12 +100,12 @@ class _Shift:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _ScoringSlot:
     """Where a worker stands; empty while it is replaced."""
 
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while a worker is to be kept here."""
-    shift: _Shift | None = None
+    shift: _ScoringWorker | None = None
     load: int = 0
 
     @property
@@ -125,7 +125,7 @@ class _Lost(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class ScorerPoolConfig:
     """On which scoring workers are kept."""
 
     num_workers: int
@@ -147,8 +147,8 @@ class ScorerPool:
 
     def __init__(
         self,
-        start_worker: Callable[[], Awaitable[Worker]],
-        terms: Terms,
+        start_worker: Callable[[], Awaitable[ScoringProcess]],
+        terms: ScorerPoolConfig,
         *,
         warn: Callable[[str], None],
     ) -> None:
@@ -157,10 +157,10 @@ class ScorerPool:
         self._warn = warn
         self._start_worker = start_worker
         self._terms = terms
-        self._places = [_Place() for _ in range(terms.num_workers)]
+        self._places = [_ScoringSlot() for _ in range(terms.num_workers)]
         for place in self._places:
             place.wanted.set()
-        self._apart = _Place()
+        self._apart = _ScoringSlot()
         self._came = asyncio.Condition()
         self._all = asyncio.Semaphore(terms.num_workers * terms.concurrency)
         self._suspects = asyncio.Semaphore(SUSPECTS)
@@ -193,13 +193,13 @@ class ScorerPool:
         request = self._request(task, (text,), context)
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
-    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> Score:
-        request = Score(call=0, prompt=task.prompt, completions=completions, row=task.row)
+    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
+        request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
         if "completion_ids" in self.wants:
             request = msgspec.structs.replace(request, completion_ids=context.completion_ids)
         return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
 
-    async def _answer(self, request: Score) -> Scores:
+    async def _answer(self, request: ScoreCompletions) -> Scores:
         async with self._all:
             outcome = await self._call(self._places, request)
         if outcome is _Lost.DIED:
@@ -213,7 +213,7 @@ class ScorerPool:
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
         return outcome
 
-    async def _call(self, places: list[_Place], request: Score) -> Scores | _Lost:
+    async def _call(self, places: list[_ScoringSlot], request: ScoreCompletions) -> Scores | _Lost:
         """One call, made again where its worker is replaced for another's sake."""
         while True:
             place = min(places, key=lambda place: (not place.up, place.load))
@@ -229,7 +229,7 @@ class ScorerPool:
             if outcome is not _Lost.INNOCENT:
                 return outcome
 
-    async def _attempt(self, shift: _Shift, request: Score) -> Scores | _Lost:
+    async def _attempt(self, shift: _ScoringWorker, request: ScoreCompletions) -> Scores | _Lost:
         """One call of one worker."""
         peer = shift.worker.peer
         call = peer.next_call()
@@ -269,7 +269,7 @@ class ScorerPool:
         self._deaths, shift.answered = 0, True
         return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
 
-    async def _in_time(self, shift: _Shift, scored: asyncio.Future[Scored]) -> Scored:
+    async def _in_time(self, shift: _ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """The answer; where it does not come, the worker is ended and ``TimeoutError`` raised."""
         before_s = await shift.meter.recent_s(asyncio.get_running_loop().time())
         try:
@@ -282,7 +282,7 @@ class ScorerPool:
                 await shift.worker.kill()
             raise
 
-    async def _watch(self, shift: _Shift) -> None:
+    async def _watch(self, shift: _ScoringWorker) -> None:
         """End a worker that has calls waiting for their turn, none under way, and begins with none for as long as a
         call may take. That time is counted in looks: where this loop stood still itself, that is one look."""
         quiet_looks, num_begun = 0, 0
@@ -298,7 +298,7 @@ class ScorerPool:
             )
             await shift.worker.kill()
 
-    async def _judge(self, shift: _Shift, before_s: float) -> None:
+    async def _judge(self, shift: _ScoringWorker, before_s: float) -> None:
         """A call has not returned: may another one be why? Told before the worker is ended, which alone knows."""
         if shift.replaced:
             await shift.judged.wait()
@@ -316,11 +316,11 @@ class ScorerPool:
             told += f", and its calls are made again, for its process {halted}"
         self._warn(f"a reward has not returned {told}")
 
-    async def _keep(self, place: _Place) -> None:
+    async def _keep(self, place: _ScoringSlot) -> None:
         while True:
             await place.wanted.wait()
             worker = await self._start_worker()
-            shift = _Shift(worker, _Meter(worker, self._terms.timeout_s / METERED))
+            shift = _ScoringWorker(worker, _Meter(worker, self._terms.timeout_s / METERED))
             async with asyncio.TaskGroup() as group:
                 listening = group.create_task(worker.peer.listen())
                 dying = group.create_task(worker.died())
@@ -337,7 +337,7 @@ class ScorerPool:
                 talked = isinstance(worker.peer, ForeignPeer) and bool(worker.peer.nonsense)
                 self._count_death(worker.peer, cause, by_call=shift.begun > 0 or shift.answered or talked)
 
-    async def _arrival(self, place: _Place, shift: _Shift, dying: asyncio.Future[str]) -> None:
+    async def _arrival(self, place: _ScoringSlot, shift: _ScoringWorker, dying: asyncio.Future[str]) -> None:
         """Until the worker is ready, and calls can be made in its place, or it has died."""
         peer = shift.worker.peer
         if await peer.arrives(dying, self._terms.start_timeout_s, "is the reward's file slow to import?"):

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from headrace.clock import RealClock
-from headrace.launch.clients.scorer import ScorerPool, Terms, Worker
+from headrace.launch.clients.scorer import ScorerPool, ScorerPoolConfig, ScoringProcess
 from headrace.scoring import AnyReward
-from headrace.scoring.rubric import Component, Rubric
+from headrace.scoring.rubric import Rubric, RubricPart
 from headrace.types.trace import Span
 
 
@@ -19,7 +19,7 @@ class ScoringStage:
     def __init__(
         self,
         rewards: Sequence[AnyReward],
-        start_worker: Callable[[AnyReward], Awaitable[Worker]],
+        start_worker: Callable[[AnyReward], Awaitable[ScoringProcess]],
         *,
         start_timeout_s: float,
         warn: Callable[[str], None],
@@ -27,7 +27,7 @@ class ScoringStage:
     ) -> None:
         self._pools: list[ScorerPool] = []
         for reward in rewards:
-            terms = Terms(
+            terms = ScorerPoolConfig(
                 num_workers=reward.workers,
                 concurrency=reward.concurrency,
                 timeout_s=reward.timeout_s,
@@ -35,7 +35,7 @@ class ScoringStage:
             )
             self._pools.append(ScorerPool(partial(start_worker, reward), terms, warn=warn))
         components = [
-            Component(section=reward, graders=pool) for reward, pool in zip(rewards, self._pools, strict=True)
+            RubricPart(section=reward, graders=pool) for reward, pool in zip(rewards, self._pools, strict=True)
         ]
         self.rubric = Rubric(components, clock=RealClock(), on_span=on_span)
 

@@ -10,10 +10,10 @@ from enum import Enum, auto
 from headrace.env import OpenEpisode
 from headrace.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.clients.scorer import Worker
-from headrace.launch.clients.trials import Trial
-from headrace.types.messages.controller import Alive, Asked
-from headrace.types.messages.environment import Refused, Replied
+from headrace.launch.clients.scorer import ScoringProcess
+from headrace.launch.clients.trials import SuspectTrial
+from headrace.types.messages.controller import Alive, ModelQuery
+from headrace.types.messages.environment import AnswerRefused, Replied
 
 MAX_ASKS = 1024
 """Questions of one episode that may be open."""
@@ -22,17 +22,17 @@ MAX_ASKS = 1024
 class EnvPeer(ForeignPeer):
     """An environment worker, as the controller sees it."""
 
-    shift: Shift | None = None
+    shift: EnvironmentWorker | None = None
     """Who hears what it says without having been asked; ``None`` before it is of use."""
 
     def handle(self, message: object) -> None:
-        if not isinstance(message, Alive | Asked):
+        if not isinstance(message, Alive | ModelQuery):
             super().handle(message)
         elif self.shift is not None:
             self.shift.hear(message)
 
 
-class Lost(Enum):
+class EpisodeLoss(Enum):
     """Why an episode came to nothing in a worker."""
 
     INNOCENT = auto()
@@ -44,7 +44,7 @@ class Lost(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class EpisodeCall:
     """One episode in one worker."""
 
     episode: OpenEpisode
@@ -52,17 +52,19 @@ class Visit:
     group: asyncio.TaskGroup
     deaths: int = 0
     """Workers that have died under the episode before this one."""
-    trial: Trial | None = None
+    trial: SuspectTrial | None = None
     """Where the episode is to begin again, as a suspect, after the death of this worker; ``None``: it is none."""
     answers: set[asyncio.Task[None]] = field(default_factory=set)
     """Those that are under way."""
 
-    def asked(self, asked: Asked) -> None:
+    def asked(self, asked: ModelQuery) -> None:
         """Answer, when there is an answer."""
         if len(self.answers) >= MAX_ASKS:
             problem = f"{MAX_ASKS} questions of this episode are open, and no more may be"
             remedy = "wait for their answers"
-            self.peer.send(Refused(ask=asked.ask, reason="env_error", spent=False, problem=problem, remedy=remedy))
+            self.peer.send(
+                AnswerRefused(ask=asked.ask, reason="env_error", spent=False, problem=problem, remedy=remedy)
+            )
             return
         task = self.group.create_task(self._answer(asked))
         self.answers.add(task)
@@ -73,7 +75,7 @@ class Visit:
         for task in self.answers:
             task.cancel()
 
-    async def _answer(self, asked: Asked) -> None:
+    async def _answer(self, asked: ModelQuery) -> None:
         try:
             if asked.prompt_ids_T is not None:
                 reply = await self.episode.sample(asked.prompt_ids_T, asked.options)
@@ -82,20 +84,20 @@ class Visit:
         except (EpisodeError, RequestError) as error:
             reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
             spent = isinstance(error, BudgetSpent)
-            told = Refused(ask=asked.ask, reason=reason, spent=spent, problem=error.problem, remedy=error.remedy)
+            told = AnswerRefused(ask=asked.ask, reason=reason, spent=spent, problem=error.problem, remedy=error.remedy)
             self.peer.send(told)
         else:
             self.peer.send(Replied(ask=asked.ask, reply=reply))
 
 
 @dataclass(slots=True, eq=False)
-class Shift:
+class EnvironmentWorker:
     """One worker, from its start to its end."""
 
-    worker: Worker
+    worker: ScoringProcess
     programs: str = ""
-    """See :class:`Crew`."""
-    visits: dict[int, Visit] = field(default_factory=dict)
+    """See :class:`WorkerGroup`."""
+    visits: dict[int, EpisodeCall] = field(default_factory=dict)
     """Its episodes, by call."""
     served: bool = False
     """Whether it ever had one."""
@@ -120,7 +122,7 @@ class Shift:
     def __post_init__(self) -> None:
         self.emptied.set()
 
-    def come(self, call: int, visit: Visit) -> None:
+    def come(self, call: int, visit: EpisodeCall) -> None:
         """An episode begins here."""
         self.visits[call] = visit
         self.served = True
@@ -132,10 +134,10 @@ class Shift:
         if not self.visits:
             self.emptied.set()
 
-    def hear(self, message: Alive | Asked) -> None:
+    def hear(self, message: Alive | ModelQuery) -> None:
         """It has said something without having been asked."""
         self.was_heard = True
-        if isinstance(message, Asked):
+        if isinstance(message, ModelQuery):
             visit = self.visits.get(message.episode)
             if visit is not None:  # else it has just been given up
                 visit.asked(message)
@@ -143,11 +145,11 @@ class Shift:
             self.blocked_by = message.blocked_by
             self.blocked.set()
 
-    def why_lost(self, call: int) -> Lost:
+    def why_lost(self, call: int) -> EpisodeLoss:
         """It has ended: what that means for one of its episodes."""
         if self.blocked_by == call:
-            return Lost.BLOCKED
-        return Lost.INNOCENT if self.replaced else Lost.DIED
+            return EpisodeLoss.BLOCKED
+        return EpisodeLoss.INNOCENT if self.replaced else EpisodeLoss.DIED
 
     async def replace(self) -> None:
         """End it, for the sake of one of its episodes."""
@@ -166,17 +168,17 @@ class Gone(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Crew:
+class WorkerGroup:
     """The workers of one machine."""
 
-    start_worker: Callable[[], Awaitable[Worker]]
+    start_worker: Callable[[], Awaitable[ScoringProcess]]
     """Raises :class:`Gone` once the machine is."""
     num_workers: int
     programs: str = ""
     """``HOST:PORT`` there, at which programs reach their episodes; empty: where the endpoint listens."""
     helpers: asyncio.TaskGroup | None = None
     """Its tasks, while it is kept: what goes wrong with it goes wrong there."""
-    shifts: set[Shift] = field(default_factory=set)
+    shifts: set[EnvironmentWorker] = field(default_factory=set)
     """Those that are there."""
     idle_deaths: int = 0
     """Workers that have died one after the other without having had an episode."""
@@ -191,11 +193,11 @@ class Crew:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class WorkerSlot:
     """Where a worker stands; empty while it is replaced."""
 
-    crew: Crew
-    shift: Shift | None = None
+    crew: WorkerGroup
+    shift: EnvironmentWorker | None = None
     """Who stands there; ``None`` while it is empty."""
 
     @property
@@ -208,7 +210,7 @@ class Place:
         return 0 if self.shift is None else len(self.shift.visits)
 
 
-class Room(asyncio.Semaphore):
+class ResizableSlots(asyncio.Semaphore):
     """For so many episodes at once; it grows, and shrinks as episodes end."""
 
     def __init__(self) -> None:

@@ -16,19 +16,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.launch.clients.shift import Shift, Visit
+    from headrace.launch.clients.shift import EnvironmentWorker, EpisodeCall
 
 TRIALS = 4
 """Trials that run at the same time: so many workers are started beyond those of the settings."""
 
 
 @dataclass(slots=True, eq=False)
-class Trial:
+class SuspectTrial:
     """Suspected episodes that begin again together, in a worker that no other episode uses."""
 
     num_suspects: int
     """Episodes that were assigned to it."""
-    worker: asyncio.Future[Shift] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    worker: asyncio.Future[EnvironmentWorker] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     """The worker, when it is ready."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when none of its episodes needs the worker any more."""
@@ -40,13 +42,13 @@ class Trial:
             self.ended.set()
 
 
-def divide(suspects: Sequence[Visit]) -> list[Trial]:
+def divide(suspects: Sequence[EpisodeCall]) -> list[SuspectTrial]:
     """Assign the episodes of a worker that has died to trials, half of them to each; a single one to a trial alone."""
     middle = (len(suspects) + 1) // 2
     trials = []
     for half in (suspects[:middle], suspects[middle:]):
         if half:
-            trial = Trial(num_suspects=len(half))
+            trial = SuspectTrial(num_suspects=len(half))
             trials.append(trial)
             for visit in half:
                 visit.trial = trial

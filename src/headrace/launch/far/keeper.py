@@ -21,7 +21,7 @@ from headrace.launch.leases import Lease, sweep
 from headrace.launch.starts import Briefing
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class NodeQuery(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of a node before a process is started there."""
 
     paths: dict[str, str]
@@ -31,7 +31,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A file that the controller has made in the run directory: where it is not seen, that is another folder."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
     """The answer."""
 
     address: str
@@ -59,7 +59,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: the node does not see the run directory, and keeps the log while the process lives."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class FarExit(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the process."""
 
     code: int
@@ -70,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The last ones of its log."""
 
 
-class Keeper:
+class ProcessKeeper:
     """One process, from its start to its end. Its methods take and give bytes of JSON, strings and numbers."""
 
     def __init__(self, address: str) -> None:
@@ -84,11 +84,11 @@ class Keeper:
 
     def look(self, asked: bytes) -> bytes:
         """What this node has of what is asked."""
-        question, address = msgspec.json.decode(asked, type=Asked), self._address
+        question, address = msgspec.json.decode(asked, type=NodeQuery), self._address
         with socket.socket(family_of(address)) as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
-        found = Found(
+        found = NodeReply(
             address=address,
             interface=_interface(address),
             headrace=__version__,
@@ -117,7 +117,7 @@ class Keeper:
         await process.kill()
         code = process.returncode
         assert code is not None
-        answer = Ended(code=code, words=exit_words(code), lines=lines_of(self._log)[-LOG_LINES:])
+        answer = FarExit(code=code, words=exit_words(code), lines=lines_of(self._log)[-LOG_LINES:])
         process.close()
         self._directory.end()
         return msgspec.json.encode(answer)

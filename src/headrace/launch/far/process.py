@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.launch.far.keeper import Ended
+from headrace.launch.far.keeper import FarExit
 
 METER_S = 1.0
 """Longest wait for a reading of processor time."""
@@ -19,19 +19,19 @@ KILL_S = 30.0
 """How long its machine may take to say that a process has ended which was to be ended; then it counts as gone."""
 
 
-class Lost(Exception):
+class KeeperLost(Exception):
     """A keeper has ended, or cannot be reached: why, in words."""
 
 
-class Broken(Exception):
+class KeeperUnusable(Exception):
     """A keeper cannot be made on its machine, whatever is tried: why, in words."""
 
 
 class Keeping(Protocol):
-    """A :class:`~headrace.launch.far.keeper.Keeper`, to whoever needs it."""
+    """A :class:`~headrace.launch.far.keeper.ProcessKeeper`, to whoever needs it."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """What the method will return; fails with :class:`Lost` or :class:`Broken`."""
+        """What the method will return; fails with :class:`KeeperLost` or :class:`KeeperUnusable`."""
         ...
 
     def kill(self) -> None:
@@ -40,7 +40,7 @@ class Keeping(Protocol):
 
 
 async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
-    """What was asked of a keeper. Raises :class:`Lost`, :class:`Broken`, ``TimeoutError``."""
+    """What was asked of a keeper. Raises :class:`KeeperLost`, :class:`KeeperUnusable`, ``TimeoutError``."""
     await asyncio.wait([answer], timeout=timeout_s)
     if not answer.done():
         raise TimeoutError
@@ -52,7 +52,7 @@ class FarProcess:
 
     def __init__(self, keeper: Keeping, pid: int, node: str, *, kept: bool) -> None:
         self._keeper, self._pid, self._node, self._kept = keeper, pid, node, kept
-        self._end: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
         keeper.call("ended").add_done_callback(self._learn_end)
 
     @property
@@ -88,13 +88,13 @@ class FarProcess:
     async def computed_s(self) -> float:
         try:
             return float(await in_time(self._keeper.call("computed_s"), METER_S))
-        except (Lost, Broken, TimeoutError):
+        except (KeeperLost, KeeperUnusable, TimeoutError):
             return 0.0
 
     async def halted(self) -> str:
         try:
             words: bytes = await in_time(self._keeper.call("halted"), METER_S)
-        except (Lost, Broken, TimeoutError):
+        except (KeeperLost, KeeperUnusable, TimeoutError):
             return ""
         return words[:MAX_WORDS].decode("utf-8", "replace")
 
@@ -111,9 +111,9 @@ class FarProcess:
         if self._end.done() or answer.cancelled():
             return
         error = answer.exception()
-        ended = _gone(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=Ended)
+        ended = _gone(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
         self._end.set_result(ended)
 
 
-def _gone(words: str) -> Ended:
-    return Ended(code=-signal.SIGKILL, words=words, lines=[])
+def _gone(words: str) -> FarExit:
+    return FarExit(code=-signal.SIGKILL, words=words, lines=[])

@@ -23,7 +23,7 @@ from headrace.errors import ComponentDied, ConfigError, HeadraceError, ModelErro
 from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.facts import machine_facts
-from headrace.launch.hosts.interleaving import Gate, Names, Scribe
+from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
 from headrace.launch.interleaving import read_interleaving
 from headrace.launch.lending import AnyCores, OwnCores, cores
 from headrace.launch.starts import EngineStart, Repeated
@@ -35,6 +35,7 @@ from headrace.rollout.runner import episode_seed
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.types.episode import EpisodeKey
+from headrace.types.messages.codec import Shutdown
 from headrace.types.messages.controller import (
     Chunk,
     Chunks,
@@ -53,8 +54,7 @@ from headrace.types.messages.engine import (
     Message,
     Pause,
     Resume,
-    Score,
-    Shutdown,
+    ScoreTokens,
     Stage,
 )
 from headrace.types.trace import Span
@@ -111,9 +111,9 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
 class HostTerms:
     """How an engine's process differs from one that simply serves."""
 
-    scribe: Scribe | None = None
+    scribe: DeliveryRecorder | None = None
     """Writes down what the engine is told."""
-    gate: Gate | None = None
+    gate: ReplayGate | None = None
     """Holds it back, in a replay."""
     cores: AnyCores = field(default_factory=OwnCores)
     """What it computes with."""
@@ -201,7 +201,7 @@ class EngineHost:
                 self._stager.submit(self._stage, message)
             case Commit():
                 self._commit(message)
-            case Score():
+            case ScoreTokens():
                 self._score(message)
             case Pause(call=call, release=release):
                 self._core.pause(release=release)
@@ -261,7 +261,7 @@ class EngineHost:
             )
             self._report([], now=True)
 
-    def _score(self, message: Score) -> None:
+    def _score(self, message: ScoreTokens) -> None:
         try:
             if message.top_k:
                 top = self._core.top_scores(message)
@@ -310,11 +310,11 @@ def _terms(start: EngineStart) -> HostTerms:
     if not start.interleaving:
         return HostTerms(cores=mine)
     names = Names()
-    scribe = Scribe(Path(start.interleaving), names)
+    scribe = DeliveryRecorder(Path(start.interleaving), names)
     if start.repeats is None:
         return HostTerms(scribe=scribe, cores=mine)
     repeats = start.repeats
-    gate = Gate(
+    gate = ReplayGate(
         read_interleaving(Path(repeats.interleaving)),
         names,
         RealClock(),

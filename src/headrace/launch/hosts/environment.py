@@ -23,14 +23,15 @@ from headrace.clock import Clock, RealClock, being_cancelled
 from headrace.config.user_code import where
 from headrace.env.base import AS_THE_RUN
 from headrace.env.entry import Rollout, load_entry
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.environ import forget_token, run_token
 from headrace.errors import BudgetSpent, EpisodeError, RequestError
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.chat import ChatOptions, Message, Reply, Tool
 from headrace.types.messages import environment as orders
-from headrace.types.messages.controller import Alive, Asked, EpisodeDone, Ready
+from headrace.types.messages.codec import Shutdown
+from headrace.types.messages.controller import Alive, EpisodeDone, ModelQuery, Ready
 from headrace.types.tokens import IntColumn
 
 WAIT_S = 60.0
@@ -54,12 +55,12 @@ async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     hands = ThreadPoolExecutor(max_workers=start.concurrency, thread_name_prefix="environment")
-    watch = _Watch(loop, channel, RealClock(), block_s=start.block_s)
+    watch = _LoopWatchdog(loop, channel, RealClock(), block_s=start.block_s)
     if start.kind == "bridge":
         rollout = load_bridge(start.entry, start.options, hands)
     else:
         rollout = load_entry(start.kind, start.entry, hands)
-    desk = _Desk(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
+    desk = _RequestDispatcher(channel=channel, rollout=rollout, hands=hands, source=start.entry.rpartition(":")[0])
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts={}))  # before anything else is said
     forget_token()
     watch.begin()
@@ -70,7 +71,7 @@ async def _serve(start: EnvironmentStart, channel: PartChannel) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Desk:
+class _RequestDispatcher:
     """The episodes that run here, and what they have asked."""
 
     channel: PartChannel
@@ -92,20 +93,22 @@ class _Desk:
                 self.running[order.call] = episodes.create_task(self.run(order), context=context)
             case orders.Replied():
                 self._settle(order.ask, order.reply)
-            case orders.Refused():
+            case orders.AnswerRefused():
                 kind = BudgetSpent if order.spent else EpisodeError
                 self._settle(order.ask, kind(order.problem, remedy=order.remedy, reason=order.reason))
             case orders.Cancel():
                 if order.call in self.running:
                     self.given_up.add(order.call)
                     self.running[order.call].cancel()
-            case orders.Shutdown():
+            case Shutdown():
                 _end()
 
     async def run(self, order: orders.RunEpisode) -> None:
         """One episode, to its end; whatever happens becomes one message."""
         remote = _Remote(self, order)
-        policy = Policy(remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.hands)
+        policy = EpisodePolicy(
+            remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.hands
+        )
         try:
             ended = await self.rollout(order.row, policy)
             self.channel.send(_done(order.call, ended))
@@ -122,7 +125,7 @@ class _Desk:
             for unheard in remote.open:
                 unheard.cancel()
 
-    async def ask(self, asked: Asked, episode: set[asyncio.Future[Reply]]) -> Reply:
+    async def ask(self, asked: ModelQuery, episode: set[asyncio.Future[Reply]]) -> Reply:
         """Wait for the answer of the model; meanwhile the wait is one of those of its ``episode``."""
         length = sum(len(message.content) + len(message.reasoning) for message in asked.messages)
         if length > MAX_CHARS:
@@ -154,7 +157,7 @@ class _Desk:
 class _Remote:
     """The :class:`~headrace.env.base.OpenEpisode` of an episode, as far as user code uses it."""
 
-    def __init__(self, desk: _Desk, order: orders.RunEpisode) -> None:
+    def __init__(self, desk: _RequestDispatcher, order: orders.RunEpisode) -> None:
         self.seed = order.seed
         self.open: set[asyncio.Future[Reply]] = set()
         """Waits for answers."""
@@ -170,12 +173,12 @@ class _Remote:
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         return await self._desk.ask(self._asked(prompt_ids_T=prompt_ids_T, options=options), self.open)
 
-    def _asked(self, **what: Any) -> Asked:
+    def _asked(self, **what: Any) -> ModelQuery:
         self._desk.num_asks += 1
-        return Asked(episode=self._call, ask=self._desk.num_asks, **what)
+        return ModelQuery(episode=self._call, ask=self._desk.num_asks, **what)
 
 
-class _Watch:
+class _LoopWatchdog:
     """A thread that sees whether the loop turns, and knows whose task it is at where it does not."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, channel: PartChannel, clock: Clock, *, block_s: float) -> None:

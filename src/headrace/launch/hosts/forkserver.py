@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.environ import become_part, no_cuda_calls
 from headrace.heap import growing_heap
-from headrace.launch.forking import MAX_BYTES, MODULE, Ended, Fork, Forked, Report, Unforked
+from headrace.launch.forking import MAX_BYTES, MODULE, ForkExit, ForkOrder, ForkReply, Report, Unforked
 from headrace.launch.hosts import main as part
 from headrace.models.devices import has_gpu_driver
 
@@ -53,7 +53,7 @@ def serve(control: socket.socket, lifeline: int) -> None:
             data, given, _, _ = socket.recv_fds(control, MAX_BYTES, 2, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 return
-            pidfd, pid = _asked(control, msgspec.json.decode(data, type=Fork), given, (lifeline, *children))
+            pidfd, pid = _asked(control, msgspec.json.decode(data, type=ForkOrder), given, (lifeline, *children))
             for each in given:
                 os.close(each)
             if pid:
@@ -61,7 +61,7 @@ def serve(control: socket.socket, lifeline: int) -> None:
                 poller.register(pidfd, select.POLLIN)
 
 
-def _asked(control: socket.socket, asked: Fork, given: list[int], mine: tuple[int, ...]) -> tuple[int, int]:
+def _asked(control: socket.socket, asked: ForkOrder, given: list[int], mine: tuple[int, ...]) -> tuple[int, int]:
     """Fork, and say so: the pidfd and the pid; zeros where the system refuses."""
     try:
         pid = _forked(asked, given, (control.fileno(), *mine))
@@ -69,7 +69,7 @@ def _asked(control: socket.socket, asked: Fork, given: list[int], mine: tuple[in
         _say(control, Unforked(call=asked.call, number=error.errno or 0))
         return 0, 0
     pidfd = os.pidfd_open(pid)
-    _say(control, Forked(call=asked.call, pid=pid), pidfd)
+    _say(control, ForkReply(call=asked.call, pid=pid), pidfd)
     return pidfd, pid
 
 
@@ -77,12 +77,12 @@ def _say(control: socket.socket, report: Report, *descriptors: int) -> None:
     socket.send_fds(control, [msgspec.json.encode(report)], descriptors)
 
 
-def _reaped(pid: int) -> Ended:
+def _reaped(pid: int) -> ForkExit:
     _, status = os.waitpid(pid, 0)
-    return Ended(pid=pid, code=os.waitstatus_to_exitcode(status))
+    return ForkExit(pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
-def _forked(asked: Fork, given: list[int], mine: tuple[int, ...]) -> int:
+def _forked(asked: ForkOrder, given: list[int], mine: tuple[int, ...]) -> int:
     """A fork, and its pid. When this returns it is a session of its own, which can be ended with all that it starts,
     and bears its name."""
     waiting, apart = os.pipe()
@@ -97,7 +97,7 @@ def _forked(asked: Fork, given: list[int], mine: tuple[int, ...]) -> int:
     return pid
 
 
-def _part(asked: Fork, given: list[int], not_mine: tuple[int, ...], apart: int) -> int:
+def _part(asked: ForkOrder, given: list[int], not_mine: tuple[int, ...], apart: int) -> int:
     """The life of the part, from its fork on; its exit code."""
     os.setsid()
     for each in not_mine:

@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.clock import Clock
 from headrace.errors import ReplayDiffers
-from headrace.launch.interleaving import Handled, Told
+from headrace.launch.interleaving import EngineInput, Handled
 from headrace.types.messages.controller import Chunk
 from headrace.types.messages.engine import (
     Abort,
@@ -28,16 +28,16 @@ from headrace.types.messages.engine import (
     Message,
     Pause,
     Resume,
-    Score,
+    ScoreTokens,
 )
 
-_TOLD: dict[type, Told] = {
-    Generate: Told.GENERATE,
-    Abort: Told.ABORT,
-    Commit: Told.COMMIT,
-    Score: Told.SCORE,
-    Pause: Told.PAUSE,
-    Resume: Told.RESUME,
+_TOLD: dict[type, EngineInput] = {
+    Generate: EngineInput.GENERATE,
+    Abort: EngineInput.ABORT,
+    Commit: EngineInput.COMMIT,
+    ScoreTokens: EngineInput.SCORE,
+    Pause: EngineInput.PAUSE,
+    Resume: EngineInput.RESUME,
 }
 """What is written down. Staging has a thread of its own and changes no token."""
 
@@ -72,7 +72,7 @@ class Names:
         return tuple(self._ids[seed] for seed in seeds if seed in self._ids)
 
 
-class Scribe:
+class DeliveryRecorder:
     """Appends to the record in ``path``. A line is with the system when its message is with the engine: it outlives a
     kill. A disk that takes no more costs the record, not the run: what is missing shows when it is replayed."""
 
@@ -122,7 +122,7 @@ class Scribe:
         sys.stderr.write(f"{self._path} cannot be written: {why}; this run cannot be replayed\n")
 
 
-class Gate:
+class ReplayGate:
     """Lets messages through before the very step at which a recorded engine had them, in its order.
 
     What became of the weights is decided with the last recorded commit: the gate opens then. Requests are withdrawn
@@ -138,14 +138,14 @@ class Gate:
         deadline_s: float,
         whose: Callable[[int], str],
     ) -> None:
-        last = max((place for place, each in enumerate(recorded) if each.told is Told.COMMIT), default=-1)
+        last = max((place for place, each in enumerate(recorded) if each.told is EngineInput.COMMIT), default=-1)
         self._due = deque(recorded[: last + 1])
         self._names = names
         self._clock = clock
         self._deadline_s = deadline_s
         self._whose = whose
         self._requests: dict[int, deque[GenerateRequest]] = defaultdict(deque)
-        self._others: dict[Told, deque[Message]] = defaultdict(deque)
+        self._others: dict[EngineInput, deque[Message]] = defaultdict(deque)
         self._late_since_s: float | None = None
 
     @property
@@ -193,7 +193,7 @@ class Gate:
             case Generate(requests=requests):
                 for request in requests:
                     self._requests[request.sampling.seed].append(request)
-            case Commit() | Score() | Pause() | Resume():
+            case Commit() | ScoreTokens() | Pause() | Resume():
                 self._others[_TOLD[type(message)]].append(message)
             case Abort():
                 pass  # when, the record knows
@@ -203,15 +203,15 @@ class Gate:
 
     def _here(self, line: Handled) -> bool:
         """Whether the message that ``line`` tells of has come."""
-        if line.told is Told.GENERATE:
+        if line.told is EngineInput.GENERATE:
             return all(self._requests.get(seed) for seed in line.seeds)
-        return line.told is Told.ABORT or bool(self._others[line.told])
+        return line.told is EngineInput.ABORT or bool(self._others[line.told])
 
     def _take(self, line: Handled) -> Message:
         """That message, which is here."""
-        if line.told is Told.ABORT:
+        if line.told is EngineInput.ABORT:
             return Abort(request_ids=self._names.ids(line.seeds))
-        if line.told is Told.GENERATE:
+        if line.told is EngineInput.GENERATE:
             found = tuple(self._requests[seed].popleft() for seed in line.seeds)
             self._names.begun(found)  # the next line may withdraw one of them
             for seed in line.seeds:
@@ -239,7 +239,7 @@ class Gate:
         now = self._clock.now()
         if self._late_since_s is None:
             self._late_since_s = now
-        if line.told is Told.COMMIT or now - self._late_since_s < self._deadline_s:
+        if line.told is EngineInput.COMMIT or now - self._late_since_s < self._deadline_s:
             return  # a learner's step may take long, and has a deadline of its own
         kept = ", ".join(self._whose(seed) for seed in list(self._requests)[:3])
         instead = f"; {len(self._requests)} others are there, of {kept} …" if kept else ""
@@ -251,9 +251,9 @@ class Gate:
         )
 
     def _words(self, line: Handled) -> str:
-        if line.told is Told.COMMIT:
+        if line.told is EngineInput.COMMIT:
             return f"commit version {line.version}"
-        if line.told is Told.GENERATE:
+        if line.told is EngineInput.GENERATE:
             missing = [seed for seed in line.seeds if not self._requests.get(seed)]
             names = ", ".join(self._whose(seed) for seed in missing[:3])
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -45,7 +45,7 @@ from headrace.sync.config import Route
 from headrace.sync.manifest import plan
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec, Shutdown
 from headrace.types.messages.controller import (
     Failure,
     LogprobsAre,
@@ -56,7 +56,7 @@ from headrace.types.messages.controller import (
     Trained,
     Working,
 )
-from headrace.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Shutdown, Train
+from headrace.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Train
 from headrace.types.trace import Span
 
 WAIT_S = 60.0
@@ -95,7 +95,7 @@ def _run(start: LearnerStart, config: LearnerConfig, line: Line) -> None:
     core = LearnerCore(model, config, objective, context, line.ranks)
     if start.snapshot:
         core.restore(Path(start.snapshot), weights=asked.lora is not None)
-    weights = Weights(model, start.route, line.ranks)
+    weights = PublishedBuffers(model, start.route, line.ranks)
     facts: dict[str, str | int | float] = {
         **machine_facts(start.num_threads),
         "device": str(line.ranks.device),
@@ -142,7 +142,7 @@ class Line:
     def __init__(self, channel: PartChannel, ranks: AnyRanks) -> None:
         self.channel = channel
         self.ranks = ranks
-        self._codec = Codec(Message)
+        self._codec = MessageCodec(Message)
 
     def orders(self) -> Iterator[Message]:
         """One after the other, on every rank the same; never ends."""
@@ -169,7 +169,7 @@ class Line:
             ranks.hear(b"")
 
 
-class Weights:
+class PublishedBuffers:
     """The buffers, filled with what lies on all ranks. All of them must call :meth:`copy`."""
 
     def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
@@ -198,7 +198,7 @@ class LearnerHost:
     """Drives one learner core, or one rank of it."""
 
     def __init__(
-        self, core: LearnerCore, weights: Weights, line: Line, announcer: ThreadPoolExecutor, cores: AnyCores
+        self, core: LearnerCore, weights: PublishedBuffers, line: Line, announcer: ThreadPoolExecutor, cores: AnyCores
     ) -> None:
         self._core = core
         self._weights = weights

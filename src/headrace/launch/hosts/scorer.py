@@ -14,8 +14,9 @@ from headrace.environ import forget_token, run_token
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
 from headrace.scoring import AnyReward, RewardConfig, RewardFunction
+from headrace.types.messages.codec import Shutdown
 from headrace.types.messages.controller import Ready, Scored, Started
-from headrace.types.messages.scorer import Message, Score, Shutdown
+from headrace.types.messages.scorer import Message, ScoreCompletions
 
 _SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
 WAIT_S = 60.0
@@ -54,7 +55,7 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     forget_token()
 
-    async def score(request: Score) -> None:
+    async def score(request: ScoreCompletions) -> None:
         async with room:
             scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
         channel.send(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from headrace.clock import RealClock
 from headrace.engine import EngineConfig
-from headrace.engine.served.forms import Form
+from headrace.engine.served.forms import ServedForm
 from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.engine.served.make import served
 from headrace.environ import run_token, shared_memory_root
 from headrace.heap import settled_heap
@@ -30,7 +30,7 @@ from headrace.types.versions import INITIAL
 def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -> None:
     """Have a server, report, serve until told to shut down."""
     model, own = ModelConfig.model_validate(start.model), start.own_weights
-    wanted = Wanted(
+    wanted = ServeRequirements(
         path=model.path,
         dtype=model.dtype,
         max_context=start.max_context,
@@ -39,7 +39,7 @@ def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -
         record_routing=start.record_routing,
         sleeps=start.sleeps,
     )
-    form = Form(wanted)
+    form = ServedForm(wanted)
     receiver = None if own else make_receiver(start.route, form.tensors(), run_token())
     with ExitStack() as kept:
         folder = config.server.weights_dir

@@ -23,11 +23,11 @@ from headrace.clock import RealClock
 from headrace.config.user_code import where
 from headrace.env.entry import Rollout, load_entry
 from headrace.env.interface import Env
-from headrace.env.policy import Episode, Policy
+from headrace.env.policy import Episode, EpisodePolicy
 from headrace.env.scripted import REPORT
 from headrace.errors import EpisodeError, HeadraceError
 from headrace.scoring.reward import RewardFunction, load_reward
-from headrace.types.messages.scorer import Score
+from headrace.types.messages.scorer import ScoreCompletions
 
 UNUSABLE = "unusable"
 """Reason of an attempt whose file, or what it names there, cannot be used."""
@@ -35,7 +35,7 @@ LOOK_S = 0.01
 """How often it is looked whether the loop turns."""
 
 
-class Report(msgspec.Struct, kw_only=True):
+class TrialReport(msgspec.Struct, kw_only=True):
     """What can be seen from inside."""
 
     load_s: float = 0.0
@@ -52,9 +52,9 @@ class _Loaded:
     uncopyable: list[str] = field(default_factory=list)
 
 
-async def trial(task: Mapping[str, Any], policy: Policy) -> Episode:
+async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """One attempt at ``task["row"]`` with what ``task["kind"]``, ``task["entry"]`` and ``task["options"]`` name."""
-    clock, report = RealClock(), Report()
+    clock, report = RealClock(), TrialReport()
     kind, entry = task["kind"], task["entry"]
     began_s = clock.now()
     ended: Episode | EpisodeError
@@ -105,10 +105,10 @@ def _load(kind: str, entry: str, options: str) -> _Loaded:
 def _scoring(function: RewardFunction) -> Rollout:
     """A reward as a rollout: it asks the row's prompt, and scores the answer."""
 
-    async def attempt(row: Mapping[str, Any], policy: Policy) -> Episode:
+    async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         prompt = row.get("prompt", "")
         said = (await policy.chat(prompt or "answer")).message.content
-        scores = await function.score(Score(call=0, prompt=prompt, completions=(said,), row=dict(row)))
+        scores = await function.score(ScoreCompletions(call=0, prompt=prompt, completions=(said,), row=dict(row)))
         if scores.failure:
             reason, _, words = scores.failure.partition(": ")
             raise EpisodeError(words, remedy="mend the reward", reason=reason)
@@ -139,9 +139,9 @@ def _uncopyable(env: Env) -> Iterator[str]:
             yield f"self.{name}, a {type(value).__name__} ({type(error).__name__}: {error})"[:300]
 
 
-async def _look(report: Report) -> None:
+async def _look(report: TrialReport) -> None:
     """Until cancelled: whether this loop turns. How late a thread is at the same time is not the loop's fault."""
-    with _Watch() as watch:
+    with _LatenessWatch() as watch:
         loop = _Lateness()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -163,7 +163,7 @@ class _Lateness:
         return self.worst_s
 
 
-class _Watch:
+class _LatenessWatch:
     """A thread that looks beside the loop: where it is late too, the machine is busy."""
 
     def __init__(self) -> None:

@@ -25,21 +25,21 @@ from headrace.clock import RealClock
 from headrace.config.redis import password_in
 from headrace.errors import ConfigError, HeadraceError
 from headrace.launch.channel import ControllerChannel, guarded
-from headrace.launch.child import Child, Site, Starter
+from headrace.launch.child import Child, Rendezvous, Starter
 from headrace.launch.clients import EnvPool
 from headrace.launch.clients.peer import Peer
-from headrace.launch.clients.shift import Crew
-from headrace.launch.far.keeper import Asked
+from headrace.launch.clients.shift import WorkerGroup
+from headrace.launch.far.keeper import NodeQuery
 from headrace.launch.joining.files import open_files
-from headrace.launch.joining.guest import Guest, GuestPeer, Terms
+from headrace.launch.joining.guest import GuestConfig, GuestPeer, JoinedStarter
 from headrace.launch.joining.invitation import INVITATION_FILE, Invitation, host_and_port, write_invitation
 from headrace.launch.joining.relay import DOOR, answering, dialled_in
-from headrace.launch.joining.streams import Streams
-from headrace.launch.order import Order
+from headrace.launch.joining.streams import RedisStreams
+from headrace.launch.order import LaunchOrder
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import controller
-from headrace.types.messages.codec import Codec
-from headrace.types.messages.node import Farewell, Knock, Refused, Welcome
+from headrace.types.messages.codec import MessageCodec
+from headrace.types.messages.node import Farewell, JoinRefused, JoinRequest, Welcome
 from headrace.types.observation import Event
 
 COME_S = 20.0
@@ -63,12 +63,12 @@ StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
 
 @asynccontextmanager
-async def opened_door(order: Order, site: Site) -> AsyncIterator[Door | None]:
+async def opened_door(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
     """A door for the body's duration, and an invitation in the run's directory; ``None`` where nobody may join."""
     if not order.launch.join:
         yield None
         return
-    door = Door(order, site)
+    door = JoinListener(order, site)
     try:
         async with door.carried():
             yield door
@@ -76,14 +76,14 @@ async def opened_door(order: Order, site: Site) -> AsyncIterator[Door | None]:
         door.close()
 
 
-class Door:
+class JoinListener:
     """See :func:`opened_door`."""
 
-    def __init__(self, order: Order, site: Site) -> None:
+    def __init__(self, order: LaunchOrder, site: Rendezvous) -> None:
         self._order, self._site = order, site
         self._clock = RealClock()
         self._opened_s = self._clock.now()
-        self._codec = Codec(Knock)
+        self._codec = MessageCodec(JoinRequest)
         self._token = secrets.token_hex(32)
         self._num_guests = 0
         self._num_here = 0
@@ -124,7 +124,7 @@ class Door:
         if self._sockets is None:
             return nullcontext()
         password = password_in("launch.join_password_env", launch.join_password_env)
-        streams = Streams(launch.join, self._relay, password, partial(self._tell, warning=True))
+        streams = RedisStreams(launch.join, self._relay, password, partial(self._tell, warning=True))
         return answering(streams, self._sockets, self._most_files // 8)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Door:
             while True:
                 sender, data = await self._knock()
                 knock = self._refusal(data)
-                if isinstance(knock, Refused):
+                if isinstance(knock, JoinRefused):
                     await self._answer(sender, knock)
                     continue
                 guest = self._guest(knock)
@@ -149,7 +149,7 @@ class Door:
                     Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token),
                 )
                 theirs = msgspec.structs.replace(start, entry=knock.entry or start.entry)
-                crew = Crew(partial(start_worker, theirs, guest), knock.workers, knock.programs[:64])
+                crew = WorkerGroup(partial(start_worker, theirs, guest), knock.workers, knock.programs[:64])
                 self._num_here += 1 + knock.workers
                 visits.create_task(self._visit(guest, crew, pool))
 
@@ -159,47 +159,47 @@ class Door:
             if len(frames) == 2:
                 return frames[0], frames[1]
 
-    async def _answer(self, sender: bytes, answer: Welcome | Refused) -> None:
+    async def _answer(self, sender: bytes, answer: Welcome | JoinRefused) -> None:
         with suppress(zmq.ZMQError):  # it has left
             await self._socket.send_multipart([sender, self._codec.encode(answer)], zmq.NOBLOCK)
 
-    def _refusal(self, data: bytes) -> Knock | Refused:
+    def _refusal(self, data: bytes) -> JoinRequest | JoinRefused:
         """What was said at the door, or why whoever said it does not come in."""
         remedy = f"take the {INVITATION_FILE} of the run that goes on now, and the same version of headrace"
         try:
             knock = self._codec.decode(data)
         except msgspec.DecodeError:
-            return Refused(problem="the run does not understand what this machine says", remedy=remedy)
-        assert isinstance(knock, Knock)
+            return JoinRefused(problem="the run does not understand what this machine says", remedy=remedy)
+        assert isinstance(knock, JoinRequest)
         if not hmac.compare_digest(knock.token.encode(), self._token.encode()):
-            return Refused(problem="the invitation is not of this run", remedy=remedy)
+            return JoinRefused(problem="the invitation is not of this run", remedy=remedy)
         if knock.headrace != __version__:
-            return Refused(
+            return JoinRefused(
                 problem=f"this machine has headrace {knock.headrace!r}, and the run has {__version__}",
                 remedy="install the same version everywhere",
             )
         if not 1 <= knock.workers <= MAX_WORKERS:
-            return Refused(problem=f"{knock.workers} workers", remedy=f"offer 1 to {MAX_WORKERS}")
+            return JoinRefused(problem=f"{knock.workers} workers", remedy=f"offer 1 to {MAX_WORKERS}")
         most_here = self._most_files // 2 // (FILES + FILES_CARRIED if self._relay else FILES)
         if self._num_here + 1 + knock.workers > most_here:
-            return Refused(
+            return JoinRefused(
                 problem=f"with its {knock.workers} workers the run would have more machines and workers elsewhere than "
                 f"the {most_here} for which it may open files",
                 remedy="offer fewer, or raise the limit (ulimit -n) of whoever starts the run",
             )
         return knock
 
-    def _guest(self, knock: Knock) -> Guest:
+    def _guest(self, knock: JoinRequest) -> JoinedStarter:
         name = f"node-{self._num_guests}"
         self._num_guests += 1
         channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._home)
         peer = GuestPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
-        asked = Asked(paths={}, run_dir=str(self._order.run_dir), mark=self._mark.name)
+        asked = NodeQuery(paths={}, run_dir=str(self._order.run_dir), mark=self._mark.name)
         address = knock.address[:64].encode("ascii", "replace").decode()
-        terms = Terms(home=self._home, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
-        return Guest(peer, channel, address, terms)
+        terms = GuestConfig(home=self._home, start_timeout_s=self._order.launch.start_timeout_s, asked=asked)
+        return JoinedStarter(peer, channel, address, terms)
 
-    async def _visit(self, guest: Guest, crew: Crew, pool: EnvPool) -> None:
+    async def _visit(self, guest: JoinedStarter, crew: WorkerGroup, pool: EnvPool) -> None:
         """One machine, from its coming to its going. What goes wrong with it ends its visit, and not the run."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(guest.peer.listen())]
@@ -211,20 +211,20 @@ class Door:
                     self._say_goodbye(guest)
             except HeadraceError as error:
                 self._tell(f"{guest.address} cannot be used, and was sent away: {error.problem}", warning=True)
-                await guest.send_away(Refused(problem=error.problem, remedy=error.remedy))
+                await guest.send_away(JoinRefused(problem=error.problem, remedy=error.remedy))
             finally:
                 await guest.send_away(Farewell())
                 self._num_here -= 1 + crew.num_workers
                 for task in tasks:
                     task.cancel()
 
-    def _say_goodbye(self, guest: Guest) -> None:
+    def _say_goodbye(self, guest: JoinedStarter) -> None:
         if guest.gone:
             self._tell(f"{guest.address} was lost: what ran there begins again elsewhere", warning=True)
         else:
             self._tell(f"{guest.address} has left")
 
-    async def _watch(self, guest: Guest, crew: Crew) -> None:
+    async def _watch(self, guest: JoinedStarter, crew: WorkerGroup) -> None:
         """Have it leave when it wants to, or when it is gone."""
         quiet_looks = 0
         while quiet_looks < (LAST_LOOKS if guest.broke else QUIET_LOOKS) and not guest.peer.spoke.is_set():
@@ -244,7 +244,7 @@ class Door:
         self._order.on_event(Event(wall_s=wall_s, text=text, level="warning" if warning else "info"))
 
 
-async def _listen_for_breaks(guest: Guest) -> None:
+async def _listen_for_breaks(guest: JoinedStarter) -> None:
     while True:
         await guest.channel.broken()
         guest.broke, guest.peer.was_heard = True, False
@@ -255,5 +255,5 @@ async def _shows_itself(peer: Peer) -> bool:
     return peer.ready.done() and not peer.ready.cancelled() and peer.ready.exception() is None
 
 
-def _workers(crew: Crew) -> str:
+def _workers(crew: WorkerGroup) -> str:
     return f"{crew.num_workers} worker{'' if crew.num_workers == 1 else 's'}"

@@ -11,16 +11,16 @@ import msgspec
 
 from headrace.errors import ConfigError, DeadlineError, RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Errand, Process, Site
+from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.shift import Gone
-from headrace.launch.far.keeper import Asked, Begin, Ended, Found
+from headrace.launch.far.keeper import Begin, FarExit, NodeQuery, NodeReply
 from headrace.launch.far.paths import paths_of
-from headrace.launch.far.process import Broken, FarProcess, Lost, in_time
+from headrace.launch.far.process import FarProcess, KeeperLost, KeeperUnusable, in_time
 from headrace.launch.starts import Briefing, EnvironmentStart
 from headrace.types.messages import controller
 from headrace.types.messages.controller import Alive, Done, Failure, Leaving, Left
-from headrace.types.messages.node import Do, Drop, Farewell, Refused
+from headrace.types.messages.node import Do, Drop, Farewell, JoinRefused
 
 LAST_S = 1.0
 """How long it may take to hear a last word."""
@@ -63,20 +63,20 @@ class GuestPeer(ForeignPeer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class GuestConfig:
     """On which workers are started on machines that have joined."""
 
     home: str
     """The address of this machine, as those reach it; or the directory from which sockets are carried to them."""
     start_timeout_s: float
-    asked: Asked
+    asked: NodeQuery
     """What each is asked before: without the paths."""
 
 
-class Guest:
+class JoinedStarter:
     """The same, as one that starts workers: see :class:`~headrace.launch.child.Starter`."""
 
-    def __init__(self, peer: GuestPeer, channel: ControllerChannel, address: str, terms: Terms) -> None:
+    def __init__(self, peer: GuestPeer, channel: ControllerChannel, address: str, terms: GuestConfig) -> None:
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
         self.broke = False
@@ -85,7 +85,7 @@ class Guest:
         self._asked, self._timeout_s = terms.asked, terms.start_timeout_s
         self._num_keepers = 0
 
-    async def send_away(self, word: Farewell | Refused) -> None:
+    async def send_away(self, word: Farewell | JoinRefused) -> None:
         """Tell it why it is of no use any more."""
         if not self.gone:
             self.peer.send(word)
@@ -100,7 +100,7 @@ class Guest:
             self.gone = True
             self.peer.close()
 
-    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
+    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
         """Raises :class:`~headrace.launch.clients.shift.Gone`, or what keeps it from being started there."""
         assert isinstance(errand.start, EnvironmentStart)
         keeper = _GuestKeeper(self, self._num_keepers)
@@ -109,9 +109,9 @@ class Guest:
             return await self._started(keeper, site, errand, errand.start)
         except BaseException as error:
             keeper.kill()
-            if isinstance(error, Lost):
+            if isinstance(error, KeeperLost):
                 raise Gone(str(error)) from None
-            if isinstance(error, Broken):
+            if isinstance(error, KeeperUnusable):
                 raise RunError(
                     f"{errand.name} cannot be started on {self.address}: {error}", remedy="look at that machine"
                 ) from None
@@ -123,7 +123,7 @@ class Guest:
             raise
 
     async def _started(
-        self, keeper: _GuestKeeper, site: Site, errand: Errand, start: EnvironmentStart
+        self, keeper: _GuestKeeper, site: Rendezvous, errand: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
         found = await self._look(keeper, start)
         channel = ControllerChannel(site.directory, errand.name, controller.Message, host=self.home)
@@ -142,10 +142,10 @@ class Guest:
             raise
         return peer, FarProcess(keeper, pid, self.address, kept=start.keep is not None)
 
-    async def _look(self, keeper: _GuestKeeper, start: EnvironmentStart) -> Found:
+    async def _look(self, keeper: _GuestKeeper, start: EnvironmentStart) -> NodeReply:
         asked = msgspec.structs.replace(self._asked, paths=paths_of(start))
         found = msgspec.json.decode(
-            await in_time(keeper.call("look", msgspec.json.encode(asked)), self._timeout_s), type=Found
+            await in_time(keeper.call("look", msgspec.json.encode(asked)), self._timeout_s), type=NodeReply
         )
         for path in found.missing.values():
             raise ConfigError(
@@ -158,13 +158,13 @@ class Guest:
 class _GuestKeeper:
     """See :class:`~headrace.launch.far.process.Keeping`."""
 
-    def __init__(self, guest: Guest, number: int) -> None:
+    def __init__(self, guest: JoinedStarter, number: int) -> None:
         self._guest, self._number = guest, number
 
     def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._guest.gone:
-            answer.set_exception(Lost(_LOST))
+            answer.set_exception(KeeperLost(_LOST))
             return answer
         peer = self._guest.peer
         call = peer.next_call()
@@ -173,11 +173,11 @@ class _GuestKeeper:
             if answer.done():
                 return
             if done.cancelled():
-                answer.set_exception(Lost(_LOST))
+                answer.set_exception(KeeperLost(_LOST))
             elif error := done.exception():
-                answer.set_exception(Broken(str(error)))
+                answer.set_exception(KeeperUnusable(str(error)))
             elif not _is_sound(method, done.result().answer):
-                answer.set_exception(Broken(f"its machine answers {method!r} with something else"))
+                answer.set_exception(KeeperUnusable(f"its machine answers {method!r} with something else"))
             else:
                 answer.set_result(done.result().answer)
                 return
@@ -200,7 +200,7 @@ def _is_sound(method: str, answer: bytes | int | float) -> bool:
     try:
         match method:
             case "look" | "ended":
-                msgspec.json.decode(msgspec.convert(answer, bytes), type=Found if method == "look" else Ended)
+                msgspec.json.decode(msgspec.convert(answer, bytes), type=NodeReply if method == "look" else FarExit)
             case "halted":
                 msgspec.convert(answer, bytes)
             case _:

@@ -28,16 +28,16 @@ from headrace.clock import RealClock
 from headrace.environ import secret
 from headrace.errors import ConfigError, DataError, DeadlineError, RunError
 from headrace.launch.channel import Ends, PartChannel, admitted
-from headrace.launch.far.keeper import Begin, Keeper
+from headrace.launch.far.keeper import Begin, ProcessKeeper
 from headrace.launch.joining.files import open_files
 from headrace.launch.joining.invitation import Invitation, host_and_port, read_invitation
-from headrace.launch.joining.relay import DOOR, Way, dialling
-from headrace.launch.joining.streams import Streams, Unreached
+from headrace.launch.joining.relay import DOOR, RelayRoute, dialling
+from headrace.launch.joining.streams import RedisStreams, Unreached
 from headrace.launch.starts import EnvironmentStart
 from headrace.types.messages import node
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.controller import Alive, Done, Failure, Leaving, Left, Ready
-from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, Knock, Refused, Welcome
+from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
 
 ANSWER_S = 10.0
 """How long a door may take to answer a knock."""
@@ -105,7 +105,7 @@ class _Direct:
 
 
 @asynccontextmanager
-async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None]) -> AsyncIterator[_Direct | Way]:
+async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None]) -> AsyncIterator[_Direct | RelayRoute]:
     if not invitation.relay:
         yield _Direct()
         return
@@ -116,7 +116,7 @@ async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None])
             f"the password of the Redis server is to be in {variable}, and that environment variable is not set",
             remedy=f"export {variable}=..., or name another: --password-env",
         )
-    streams = Streams(invitation.address, invitation.relay, secret(variable) or None, say)
+    streams = RedisStreams(invitation.address, invitation.relay, secret(variable) or None, say)
     try:
         async with dialling(streams) as way:
             yield way
@@ -124,8 +124,8 @@ async def _way(invitation: Invitation, offer: Offer, say: Callable[[str], None])
         raise NobodyThere(error.problem, remedy=error.remedy) from None
 
 
-async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | Way) -> Welcome:
-    knock = Knock(
+async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | RelayRoute) -> Welcome:
+    knock = JoinRequest(
         token=invitation.token,
         headrace=__version__,
         address=_own_address(invitation),
@@ -133,7 +133,7 @@ async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | Way) -> 
         entry=_found_from_anywhere(offer.entry),
         programs=way.programs,
     )
-    codec = Codec(AtTheDoor)
+    codec = MessageCodec(AtTheDoor)
     address = await way.to(DOOR if invitation.relay else f"tcp://{invitation.address}")
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as line:
         line.setsockopt(zmq.LINGER, 0)
@@ -154,13 +154,13 @@ async def _knocked(invitation: Invitation, offer: Offer, way: _Direct | Way) -> 
                 "connections to that one?",
             ) from None
         answer = _understood(codec, said)
-    if isinstance(answer, Refused):
+    if isinstance(answer, JoinRefused):
         raise RunError(f"the run refuses this machine: {answer.problem}", remedy=answer.remedy)
     assert isinstance(answer, Welcome)
     return answer
 
 
-def _understood(codec: Codec, data: bytes) -> object:
+def _understood(codec: MessageCodec, data: bytes) -> object:
     try:
         return codec.decode(data)
     except msgspec.DecodeError as error:
@@ -193,7 +193,9 @@ def _own_address(invitation: Invitation) -> str:
         ) from None
 
 
-async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, say: Callable[[str], None]) -> None:
+async def _serve(
+    invitation: Invitation, welcome: Welcome, way: _Direct | RelayRoute, say: Callable[[str], None]
+) -> None:
     loop = asyncio.get_running_loop()
     ears = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
@@ -202,7 +204,7 @@ async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, s
     channel = await asyncio.to_thread(PartChannel, ends, node.Message, on_broken)
     try:
         async with asyncio.TaskGroup() as tasks:
-            desk = _Desk(
+            desk = _NodeDispatcher(
                 channel=channel, address=_own_address(invitation), way=way, ended=ended, say=say, tasks=tasks
             )  # fmt: skip
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -220,12 +222,12 @@ async def _serve(invitation: Invitation, welcome: Welcome, way: _Direct | Way, s
         ears.shutdown()
 
 
-async def _ends_here(ends: Ends, way: _Direct | Way) -> Ends:
+async def _ends_here(ends: Ends, way: _Direct | RelayRoute) -> Ends:
     """Where they are reached from this machine."""
     return msgspec.structs.replace(ends, orders=await way.to(ends.orders), reports=await way.to(ends.reports))
 
 
-async def _hear(desk: _Desk, ears: ThreadPoolExecutor) -> None:
+async def _hear(desk: _NodeDispatcher, ears: ThreadPoolExecutor) -> None:
     loop = asyncio.get_running_loop()
     while not desk.ended.done():
         try:
@@ -238,7 +240,7 @@ async def _hear(desk: _Desk, ears: ThreadPoolExecutor) -> None:
             desk.obey(message)
 
 
-async def _tell_that_it_lives(desk: _Desk) -> None:
+async def _tell_that_it_lives(desk: _NodeDispatcher) -> None:
     while True:
         desk.tell(Alive())
         await asyncio.sleep(ALIVE_S)
@@ -256,16 +258,16 @@ _BROKEN = RunError(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Desk:
+class _NodeDispatcher:
     """The processes that run here for the run."""
 
     channel: PartChannel
     address: str
-    way: _Direct | Way
+    way: _Direct | RelayRoute
     ended: asyncio.Future[None]
     say: Callable[[str], None]
     tasks: asyncio.TaskGroup
-    keepers: dict[int, Keeper] = field(default_factory=dict)
+    keepers: dict[int, ProcessKeeper] = field(default_factory=dict)
     watched: set[int] = field(default_factory=set)
     """Keepers of which the run waits for the end."""
     asked_to_leave: bool = False
@@ -281,7 +283,7 @@ class _Desk:
                 self.tasks.create_task(self._do(message))
             case Drop():
                 self.tasks.create_task(self._drop(message.keeper))
-            case Refused():
+            case JoinRefused():
                 self.tell(Left())
                 words = f"the run sends this machine away: {message.problem}"
                 _give_up(self.ended, RunError(words, remedy=message.remedy))
@@ -306,7 +308,7 @@ class _Desk:
     async def _do(self, order: Do) -> None:
         answer: bytes | int | float = b""
         try:
-            keeper = self.keepers.get(order.keeper) or Keeper(self.address)
+            keeper = self.keepers.get(order.keeper) or ProcessKeeper(self.address)
             self.keepers[order.keeper] = keeper
             match order.what:
                 case "look":

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 
 from headrace.errors import RunError
-from headrace.launch.joining.streams import AGAIN_S, ENTRY_BYTES, Local, Streams
+from headrace.launch.joining.streams import AGAIN_S, ENTRY_BYTES, Local, RedisStreams
 from headrace.launch.leases import Lease
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.node import Dial
 
 DOOR = "door"
@@ -39,11 +39,11 @@ def dialled_in(directory: Path) -> Path:
 
 
 @asynccontextmanager
-async def answering(streams: Streams, directory: Path, most: int) -> AsyncIterator[None]:
+async def answering(streams: RedisStreams, directory: Path, most: int) -> AsyncIterator[None]:
     """The run's end: for the body's duration the sockets in ``directory`` can be dialled, ``most`` connections at once.
 
-    Raises what :meth:`~headrace.launch.joining.streams.Streams.reach` does; a server that goes away later costs the
-    connections that it carries.
+    Raises what :meth:`~headrace.launch.joining.streams.RedisStreams.reach` does; a server that goes away later costs
+    the connections that it carries.
     """
     async with _reached(streams), _carrying() as carried:
         answers = carried.beside(_Answers(streams, directory, carried, most).serve())
@@ -55,12 +55,12 @@ async def answering(streams: Streams, directory: Path, most: int) -> AsyncIterat
 
 
 @asynccontextmanager
-async def dialling(streams: Streams) -> AsyncIterator[Way]:
-    """The end of a machine that joins. Raises what :meth:`~headrace.launch.joining.streams.Streams.reach` does."""
+async def dialling(streams: RedisStreams) -> AsyncIterator[RelayRoute]:
+    """The end of a machine that joins. Raises what :meth:`~headrace.launch.joining.streams.RedisStreams.reach` does."""
     lease = Lease.directory(Path(tempfile.gettempdir()))
     try:
         async with _reached(streams), _carrying() as carried:
-            way = Way(streams, lease.path, carried)
+            way = RelayRoute(streams, lease.path, carried)
             try:
                 await way.open()
                 yield way
@@ -70,10 +70,10 @@ async def dialling(streams: Streams) -> AsyncIterator[Way]:
         lease.end()
 
 
-class Way:
+class RelayRoute:
     """From a machine that joins to the sockets of the run."""
 
-    def __init__(self, streams: Streams, directory: Path, carried: _Carried) -> None:
+    def __init__(self, streams: RedisStreams, directory: Path, carried: _Carried) -> None:
         self.programs = ""
         """``HOST:PORT`` of this machine, at which programs reach their episodes."""
         self._streams, self._directory, self._carried = streams, directory, carried
@@ -131,9 +131,9 @@ class Way:
 class _Answers:
     """Of a run, to those who dial."""
 
-    def __init__(self, streams: Streams, directory: Path, carried: _Carried, most: int) -> None:
+    def __init__(self, streams: RedisStreams, directory: Path, carried: _Carried, most: int) -> None:
         self._streams, self._directory, self._carried, self._most = streams, directory, carried, most
-        self._codec = Codec(Dial)
+        self._codec = MessageCodec(Dial)
 
     async def serve(self) -> None:
         streams, away = self._streams, False
@@ -213,7 +213,7 @@ async def _carrying() -> AsyncIterator[_Carried]:
 
 
 @asynccontextmanager
-async def _reached(streams: Streams) -> AsyncIterator[None]:
+async def _reached(streams: RedisStreams) -> AsyncIterator[None]:
     try:
         await streams.reach()
         yield

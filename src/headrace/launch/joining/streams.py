@@ -18,7 +18,7 @@ from contextlib import suppress
 from headrace.clock import RealClock
 from headrace.config.redis import redis_package, without_password
 from headrace.errors import ConfigError, DeadlineError
-from headrace.types.messages.codec import Codec
+from headrace.types.messages.codec import MessageCodec
 from headrace.types.messages.node import Dial
 
 ENTRY_BYTES = 1 << 18
@@ -77,7 +77,7 @@ class Unreached(DeadlineError):
     """A server that does not answer when it is first asked."""
 
 
-class Streams:
+class RedisStreams:
     """Those of one run, on one server."""
 
     def __init__(self, url: str, name: str, password: str | None, tell: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class Streams:
         self._package, self._tell = package, tell
         self._told: set[str] = set()
         self._prefix = f"headrace:join:{name}"
-        self._codec = Codec(Dial)
+        self._codec = MessageCodec(Dial)
         try:
             self._redis = package.asyncio.Redis.from_url(
                 url, password=password, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S,

@@ -15,9 +15,9 @@ from typing import Any
 
 from headrace.clock import RealClock
 from headrace.errors import ConfigError, DeadlineError
-from headrace.launch.config import Share
-from headrace.launch.far.keeper import Keeper
-from headrace.launch.far.process import Broken, Lost
+from headrace.launch.config import ResourceShare
+from headrace.launch.far.keeper import ProcessKeeper
+from headrace.launch.far.process import KeeperLost, KeeperUnusable
 
 REACH_S = 10.0
 """How long the head of a cluster may take to answer at all."""
@@ -27,7 +27,7 @@ GB = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class RayNode:
     """A machine of the cluster that is there."""
 
     address: str
@@ -90,20 +90,20 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     )
 
 
-def misfortune(error: BaseException) -> Lost | Broken:
+def misfortune(error: BaseException) -> KeeperLost | KeeperUnusable:
     """What an error of Ray means for the actor that was asked."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
-        return Broken(_last_line(error))
-    return Lost(_why(error))
+        return KeeperUnusable(_last_line(error))
+    return KeeperLost(_why(error))
 
 
-class Room:
+class RayReservation:
     """What the cluster holds for the run: a bundle for each part that is always there."""
 
-    def __init__(self, group: Any, parts: Sequence[tuple[str, Share]]) -> None:
+    def __init__(self, group: Any, parts: Sequence[tuple[str, ResourceShare]]) -> None:
         self._group = group
         self._places = {name: place for place, (name, _) in enumerate(parts)}
 
@@ -116,7 +116,7 @@ class Room:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._places[name])
 
 
-class Cluster:
+class RayCluster:
     """A cluster that this process belongs to."""
 
     def __init__(self, *, ours: bool) -> None:
@@ -124,7 +124,7 @@ class Cluster:
         self._room: Any = None
 
     @classmethod
-    async def joined(cls, address: str) -> Cluster:
+    async def joined(cls, address: str) -> RayCluster:
         """Join it, unless this process has; :class:`~headrace.errors.ConfigError` where there is none."""
         import ray
 
@@ -152,12 +152,12 @@ class Cluster:
         if self._ours:
             await asyncio.to_thread(ray.shutdown)
 
-    async def nodes(self) -> list[Node]:
+    async def nodes(self) -> list[RayNode]:
         """Those that are there."""
         import ray
 
         return [
-            Node(
+            RayNode(
                 address=str(each["NodeManagerAddress"]),
                 cpus=float(each["Resources"].get("CPU", 0)),
                 gpus=float(each["Resources"].get("GPU", 0)),
@@ -166,7 +166,9 @@ class Cluster:
             if each["Alive"]
         ]
 
-    async def room(self, parts: Sequence[tuple[str, Share]], placement: str, timeout_s: float) -> Room:
+    async def room(
+        self, parts: Sequence[tuple[str, ResourceShare]], placement: str, timeout_s: float
+    ) -> RayReservation:
         """Room for all of ``parts`` at once, by name; :class:`~headrace.errors.DeadlineError` says who needs what, and
         what there is."""
         import ray
@@ -184,7 +186,7 @@ class Cluster:
                     remedy="add nodes; ask for less in [launch.ray], or for fewer engines or ranks; where an "
                     "autoscaler is still at work, raise launch.start_timeout_s",
                 )
-        return Room(self._room, parts)
+        return RayReservation(self._room, parts)
 
     async def words(self) -> str:
         """What there is, and what of it is free."""
@@ -199,7 +201,7 @@ class Cluster:
             f"the largest with {largest.cpus:g} and {largest.gpus:g}"
         )
 
-    def keeper(self, name: str, share: Share, room: Room) -> Actor:
+    def keeper(self, name: str, share: ResourceShare, room: RayReservation) -> Actor:
         """A new actor for the process ``name``; it may have to wait for its place."""
         import ray
 
@@ -223,27 +225,27 @@ def own_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-class _NodeKeeper(Keeper):
+class _NodeKeeper(ProcessKeeper):
     """One that finds out on which node it stands."""
 
     def __init__(self) -> None:
         super().__init__(own_address())
 
 
-def bundle(share: Share) -> dict[str, float]:
+def bundle(share: ResourceShare) -> dict[str, float]:
     """What Ray calls the resources of a part.
 
-    >>> bundle(Share(cpus=2, memory_gb=1))
+    >>> bundle(ResourceShare(cpus=2, memory_gb=1))
     {'CPU': 2.0, 'memory': 1000000000.0}
     """
     named = {"CPU": share.cpus, "GPU": float(share.gpus), "memory": share.memory_gb * GB, **share.resources}
     return {name: amount for name, amount in named.items() if amount}
 
 
-def needs(parts: Sequence[tuple[str, Share]]) -> str:
+def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
     """Who needs what.
 
-    >>> needs([("learner", Share()), ("engine-0", Share(cpus=2)), ("engine-1", Share(cpus=2))])
+    >>> needs([("learner", ResourceShare()), ("engine-0", ResourceShare(cpus=2)), ("engine-1", ResourceShare(cpus=2))])
     'learner 1 CPU; engine-0, engine-1 2 CPUs each'
     """
     names: dict[str, list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.config.addresses import LOOPBACK
 from headrace.engine.fleet import FleetConfig
 from headrace.errors import ConfigError
-from headrace.launch.config import LaunchConfig, Share
+from headrace.launch.config import LaunchConfig, ResourceShare
 from headrace.learner import LearnerConfig
 from headrace.models.devices import CPU, CUDA, Devices
 from headrace.sync import SyncConfig
@@ -42,7 +42,7 @@ def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Device
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 
 
-def _refuse_device(role: str, device: str, share: Share) -> None:
+def _refuse_device(role: str, device: str, share: ResourceShare) -> None:
     wanted = "GPU" if device.startswith(CUDA) else "no GPU"
     if device == "auto" or (device.startswith(CUDA) and share.gpus and device in (CUDA, FIRST_GPU)):
         return

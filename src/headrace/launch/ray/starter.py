@@ -19,16 +19,16 @@ from headrace.clock import RealClock
 from headrace.config.addresses import LOOPBACK
 from headrace.errors import ConfigError, DeadlineError, RunError
 from headrace.launch.channel import ControllerChannel
-from headrace.launch.child import Errand, Process, Site, Starter
+from headrace.launch.child import Process, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients.peer import Peer
-from headrace.launch.config import RayConfig, Share
+from headrace.launch.config import RayConfig, ResourceShare
 from headrace.launch.engines import engine_names
-from headrace.launch.far.keeper import Asked, Begin, Found
+from headrace.launch.far.keeper import Begin, NodeQuery, NodeReply
 from headrace.launch.far.paths import paths_of
-from headrace.launch.far.process import Broken, FarProcess, Lost, in_time
-from headrace.launch.order import Order
+from headrace.launch.far.process import FarProcess, KeeperLost, KeeperUnusable, in_time
+from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import teacher_role
-from headrace.launch.ray.cluster import Actor, Cluster, Room, own_address, refuse_absent
+from headrace.launch.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.types.messages import controller
 from headrace.types.observation import Event
@@ -40,7 +40,7 @@ AGAIN_S = 0.5
 
 
 @asynccontextmanager
-async def starting_on_ray(order: Order) -> AsyncIterator[Starter]:
+async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
     """Room for the standing parts of ``order``, held during the body.
 
     Raises :class:`~headrace.errors.ConfigError` without Ray or a cluster, :class:`~headrace.errors.DeadlineError` where
@@ -48,7 +48,7 @@ async def starting_on_ray(order: Order) -> AsyncIterator[Starter]:
     """
     refuse_absent()
     launch = order.launch
-    cluster = await Cluster.joined(launch.ray.address)
+    cluster = await RayCluster.joined(launch.ray.address)
     mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
     try:
         mark.touch()
@@ -62,7 +62,7 @@ async def starting_on_ray(order: Order) -> AsyncIterator[Starter]:
         await cluster.leave()
 
 
-def standing_parts(order: Order) -> list[tuple[str, Share]]:
+def standing_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
     """The parts that are always there, and what each needs: ranks of the learner, engines, agents, teachers."""
     ranks = ["learner", *(f"learner-{rank}" for rank in range(1, len(order.devices.learner)))]
     engines = [
@@ -73,7 +73,7 @@ def standing_parts(order: Order) -> list[tuple[str, Share]]:
     return [(name, share_of(name, order.launch.ray)) for name in [*ranks[: len(order.devices.learner)], *engines]]
 
 
-def share_of(name: str, config: RayConfig) -> Share:
+def share_of(name: str, config: RayConfig) -> ResourceShare:
     """What a part of that name asks the cluster for."""
     role = name.partition("-")[0]
     shares = {"learner": config.learner, "scorer": config.scorer, "environment": config.environment}
@@ -83,7 +83,7 @@ def share_of(name: str, config: RayConfig) -> Share:
 class RayStarter:
     """See :class:`~headrace.launch.child.Starter`."""
 
-    def __init__(self, order: Order, cluster: Cluster, room: Room, mark: str) -> None:
+    def __init__(self, order: LaunchOrder, cluster: RayCluster, room: RayReservation, mark: str) -> None:
         self._order, self._cluster, self._room, self._mark = order, cluster, room, mark
         self.home = own_address()
         self._clock = RealClock()
@@ -97,7 +97,7 @@ class RayStarter:
     def _actor(self, name: str) -> Actor:
         return self._cluster.keeper(name, share_of(name, self._order.launch.ray), self._room)
 
-    async def start(self, site: Site, errand: Errand) -> tuple[Peer, Process]:
+    async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
         """Wherever there is room; tried again elsewhere where a node is lost meanwhile."""
         timeout_s = self._order.launch.start_timeout_s
         share = share_of(errand.name, self._order.launch.ray)
@@ -108,20 +108,22 @@ class RayStarter:
                 return await self._started(actor, site, errand, deadline_s)
             except BaseException as error:
                 actor.kill()
-                if isinstance(error, Broken):
+                if isinstance(error, KeeperUnusable):
                     raise _unstarted(errand.name, error) from None
                 late = self._clock.now() > deadline_s
-                if isinstance(error, TimeoutError) or (isinstance(error, Lost) and late):
+                if isinstance(error, TimeoutError) or (isinstance(error, KeeperLost) and late):
                     raise DeadlineError(
                         f"{errand.name} needs {share}, and has found no place for {timeout_s:g} s; "
                         f"{await self._cluster.words()}",
                         remedy="add nodes, ask for less in [launch.ray], or raise launch.start_timeout_s",
                     ) from None
-                if not isinstance(error, Lost):
+                if not isinstance(error, KeeperLost):
                     raise
             await asyncio.sleep(AGAIN_S)
 
-    async def _started(self, actor: Actor, site: Site, errand: Errand, deadline_s: float) -> tuple[Peer, Process]:
+    async def _started(
+        self, actor: Actor, site: Rendezvous, errand: ProcessSpec, deadline_s: float
+    ) -> tuple[Peer, Process]:
         found = await self._look(actor, errand, deadline_s)
         _refuse_node(found, errand, self._order)
         host = LOOPBACK if found.address == self.home else self.home
@@ -144,9 +146,9 @@ class RayStarter:
         kept = isinstance(errand.start, ScorerStart | EnvironmentStart) and errand.start.keep is not None
         return peer, FarProcess(actor, pid, found.address, kept=kept)
 
-    async def _look(self, actor: Actor, errand: Errand, deadline_s: float) -> Found:
+    async def _look(self, actor: Actor, errand: ProcessSpec, deadline_s: float) -> NodeReply:
         """What its node has of what it needs, once it has one."""
-        asked = Asked(paths=paths_of(errand.start), run_dir=str(self._order.run_dir), mark=self._mark)
+        asked = NodeQuery(paths=paths_of(errand.start), run_dir=str(self._order.run_dir), mark=self._mark)
         looking = actor.call("look", msgspec.json.encode(asked))
         await asyncio.wait([looking], timeout=min(SAY_S, max(0.0, deadline_s - self._clock.now())))
         if not looking.done() and self._clock.now() < deadline_s:
@@ -157,7 +159,7 @@ class RayStarter:
             )
             self._order.on_event(Event(wall_s=0.0, text=words, level="warning"))
         left_s = max(0.0, deadline_s - self._clock.now())
-        return msgspec.json.decode(await in_time(looking, left_s), type=Found)
+        return msgspec.json.decode(await in_time(looking, left_s), type=NodeReply)
 
     async def _ahead_s(self, actor: Actor, deadline_s: float) -> float:
         """By how much the monotonic clock of the node is ahead of ours."""
@@ -165,7 +167,7 @@ class RayStarter:
         theirs_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - asked_s)))
         return theirs_s - (asked_s + self._clock.now()) / 2
 
-    async def _fitted(self, start: Start, found: Found) -> Start:
+    async def _fitted(self, start: Start, found: NodeReply) -> Start:
         """With the addresses of the node that it is started on."""
         if isinstance(start, EngineStart):
             alone = {node.address for node in await self._cluster.nodes()} == {found.address}
@@ -179,7 +181,7 @@ class RayStarter:
         return start
 
 
-def _refuse_node(found: Found, errand: Errand, order: Order) -> None:
+def _refuse_node(found: NodeReply, errand: ProcessSpec, order: LaunchOrder) -> None:
     """What the process needs must be on its node, under the same path."""
     shared = "put it into a folder that every node sees under the same path, or submit the run with ray job submit "
     for setting, path in found.missing.items():
@@ -205,7 +207,7 @@ def _refuse_node(found: Found, errand: Errand, order: Order) -> None:
         )
 
 
-def _needs_run_dir(start: Start, order: Order) -> bool:
+def _needs_run_dir(start: Start, order: LaunchOrder) -> bool:
     if isinstance(start, EngineStart):
         return start.route.transport == "files" and not (order.sync.directory or start.own_weights)
     return isinstance(start, LearnerStart)

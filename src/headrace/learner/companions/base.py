@@ -22,7 +22,7 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 
 if TYPE_CHECKING:
     from headrace.learner.core import LearnerContext
@@ -41,7 +41,7 @@ class LearnerParts:
     ranks: AnyRanks
 
 
-class Companion:
+class AuxiliaryModel:
     """Changes nothing and keeps nothing, unless a method says otherwise."""
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Companion:
         """Whether a snapshot has to hold something of it."""
         return True
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         """``work`` with columns of its own, computed without a gradient of the model, before the model's first pass
         over this batch, or over this part of one. ``work.weights_N`` are those of the loss; of a part,
         yet to be scaled.

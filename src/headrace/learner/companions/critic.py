@@ -33,17 +33,17 @@ from transformers import PreTrainedModel
 
 from headrace.algo.advantages import GaeAdvantage, Outcomes
 from headrace.algo.advantages.outcomes import Floats
-from headrace.algo.advantages.tokens import Estimate
+from headrace.algo.advantages.tokens import CriticEstimate
 from headrace.algo.base import Metrics, Ratio
 from headrace.algo.returns import value_loss
 from headrace.errors import ConfigError, ModelError, RunError
-from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.view import view_of
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import called, load_model
 from headrace.models.weights import weight_tensors
@@ -66,7 +66,7 @@ class _Lesson:
     returns_N: Tensor
 
 
-class Critic(Companion):
+class Critic(AuxiliaryModel):
     """A value model beside the policy, with an optimizer of its own.
 
     A batch comes with the reward of each sample where advantages stand; :meth:`prepare` puts advantages there.
@@ -92,7 +92,7 @@ class Critic(Companion):
         self._optimizer = ShardOptimizer(self.model, parts.config.model_copy(update=own), parts.ranks)
         self._lessons: list[_Lesson] = []
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         """See :class:`Critic`. Raises :class:`~headrace.errors.RunError` if its gradient is not finite."""
         batch, mask_N = work.batch, work.batch.mask_N
         values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
@@ -108,7 +108,7 @@ class Critic(Companion):
         if self._config.updates > 1:
             column_N = torch.from_numpy(values_N), torch.from_numpy(estimate_N[1])
             self._lessons.append(_Lesson(batch=batch, values_N=column_N[0], returns_N=column_N[1]))
-        of_L = Estimate(*estimate_N[:, mask_N])
+        of_L = CriticEstimate(*estimate_N[:, mask_N])
         advantages_N = np.zeros(batch.num_tokens, np.float32)
         advantages_N[mask_N] = self._advantage.scaled(of_L.advantages_N, np.ones(len(of_L.advantages_N), bool))
         metrics = {**_measured(values_N[mask_N], of_L), "critic_grad_norm": Ratio(norm, 1.0)}
@@ -116,12 +116,12 @@ class Critic(Companion):
         return replace(work, batch=credited, metrics={**work.metrics, **metrics})
 
     def forget(self) -> None:
-        """See :class:`Companion`."""
+        """See :class:`AuxiliaryModel`."""
         self._optimizer.zero_grad()
         self._lessons.clear()
 
     def make_room(self) -> None:
-        """See :class:`Companion`."""
+        """See :class:`AuxiliaryModel`."""
         self._optimizer.make_room()
 
     def after_update(self, version: int) -> None:
@@ -144,7 +144,7 @@ class Critic(Companion):
         yield _UPDATES, torch.tensor(self._optimizer.updates)
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """See :class:`Companion`."""
+        """See :class:`AuxiliaryModel`."""
         take_weights(self.model, state)
         updates = int(state[_UPDATES])
         held: dict[str, dict[str, Tensor]] = {}
@@ -166,7 +166,7 @@ class Critic(Companion):
             values_P: Tensor = self._head(hidden_PD.to(self._head.weight.dtype))[:, 0]
         return values_P
 
-    def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> Estimate:
+    def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> CriticEstimate:
         """Of the loss tokens; the reward of a sample is earned at its last one."""
         mask_M = batch.mask_N[micro.places_M]
         lengths_K: Index = np.bincount(micro.local_samples_M()[mask_M], minlength=len(micro.lengths_K))
@@ -207,7 +207,7 @@ class Critic(Companion):
             )
 
 
-def _measured(values_L: Floats, of_L: Estimate) -> Metrics:
+def _measured(values_L: Floats, of_L: CriticEstimate) -> Metrics:
     """How good the values were before the batch was learned from; of rewards that are all the same, nothing is there
     to be explained."""
     count = float(len(values_L))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from headrace.learner.companions.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.halves import reshard
-from headrace.learner.parallel.optim import Trained
+from headrace.learner.parallel.optim import TrainedWeight
 from headrace.learner.parallel.shards import like, local, part_of
 
 Named = Iterator[tuple[str, Tensor]]
@@ -32,7 +32,9 @@ Named = Iterator[tuple[str, Tensor]]
 class Copy:
     """One copy of the weights in ``trained``."""
 
-    def __init__(self, model: nn.Module, trained: Sequence[Trained], device: str, dtype: torch.dtype | None = None):
+    def __init__(
+        self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
+    ):
         self._model = model
         self._trained = trained
         where = None if device == "model" else torch.device(device)
@@ -224,7 +226,7 @@ class Ring:
             self._ring.append(copy)
 
 
-def keep(config: KeptConfig, model: nn.Module, trained: Sequence[Trained]) -> KeptWeights:
+def keep(config: KeptConfig, model: nn.Module, trained: Sequence[TrainedWeight]) -> KeptWeights:
     """Of the present weights."""
 
     def copy(dtype: torch.dtype | None = None) -> Copy:

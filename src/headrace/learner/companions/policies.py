@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headrace.algo.base import Ratio
 from headrace.errors import CheckpointError, ConfigError
-from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.companions.config import Frozen, KeptConfig, OtherModel, PolicyConfig, TeacherConfig
 from headrace.learner.companions.kept import Copy, KeptWeights, OneCopy, keep
 from headrace.learner.companions.told import credited
@@ -36,7 +36,7 @@ from headrace.learner.forward import Forward
 from headrace.learner.head import Likeliest
 from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import load_for
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import called, refuse_other_vocabulary
 from headrace.types.batch import Batch
@@ -104,7 +104,7 @@ def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: s
     return OfThisModel(parts, config, setting)
 
 
-class Asked(Companion):
+class QueriedModel(AuxiliaryModel):
     """A companion that asks a policy."""
 
     setting: ClassVar[str]
@@ -138,32 +138,32 @@ class Asked(Companion):
         assert self._kept is not None
         self._kept.set_state(state)
 
-    def _logprobs(self, work: Work, batch: Batch) -> Tensor:
+    def _logprobs(self, work: StepWork, batch: Batch) -> Tensor:
         with self._source.computing() as forward:
             forward.refuse(batch)
             return torch.from_numpy(forward.logprobs(batch, work.mask_N))
 
 
-class Reference(Asked):
+class Reference(QueriedModel):
     """What the policy is kept near to."""
 
     name = setting = "reference"
     columns = frozenset({"log_ref"})
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         return replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
 
 
-class OldPolicy(Asked):
+class OldPolicy(QueriedModel):
     """π_old from kept weights."""
 
     name = setting = "old"
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
 
 
-class Teacher(Asked):
+class TeacherModel(QueriedModel):
     """What the policy learns from."""
 
     name = "teacher"
@@ -176,7 +176,7 @@ class Teacher(Asked):
         vocab_size = parts.model.get_input_embeddings().num_embeddings
         self._wanted = Likeliest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())

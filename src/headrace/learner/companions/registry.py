@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 from headrace.algo.objective import Objective
 from headrace.errors import ConfigError
-from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.companions.critic import Critic
-from headrace.learner.companions.policies import OldPolicy, Reference, Teacher
-from headrace.learner.companions.told import Told
+from headrace.learner.companions.policies import OldPolicy, Reference, TeacherModel
+from headrace.learner.companions.told import ExternalTeacher
 from headrace.learner.config import COLUMNS, SETTINGS
 
 
-def companions(parts: LearnerParts) -> tuple[Companion, ...]:
+def companions(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
     """Those that its settings and its objective ask for, in the order in which they prepare a batch."""
-    config, found = parts.config, list[Companion]()
+    config, found = parts.config, list[AuxiliaryModel]()
     if config.reference is not None:
         found.append(Reference(parts, config.reference))
     if config.old is not None:
         found.append(OldPolicy(parts, config.old))
     if (teacher := config.own_teacher) is not None:
-        found.append(Teacher(parts, teacher))
+        found.append(TeacherModel(parts, teacher))
     elif config.teachers:
-        found.append(Told(parts))
+        found.append(ExternalTeacher(parts))
     if parts.objective.critic is not None:
         found.append(Critic(parts, parts.objective.critic))
     return tuple(found)
 
 
-def refuse_unserved(objective: Objective, found: Sequence[Companion]) -> None:
+def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
     """Raise :class:`~headrace.errors.ConfigError` if the objective reads what neither the learner nor one of its
     companions computes."""
     held = COLUMNS.union(*(companion.columns for companion in found))

@@ -17,13 +17,13 @@ import torch
 from headrace.algo.base import Ratio
 from headrace.algo.objective import Objective
 from headrace.errors import RunError
-from headrace.learner.companions.base import Companion, LearnerParts
+from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.forward import TopK
-from headrace.learner.work import Work
+from headrace.learner.work import StepWork
 from headrace.types.versions import FROZEN
 
 
-class Told(Companion):
+class ExternalTeacher(AuxiliaryModel):
     """What the policy learns from, computed by somebody else."""
 
     name = "teacher"
@@ -37,7 +37,7 @@ class Told(Companion):
     def keeps(self) -> bool:
         return False
 
-    def prepare(self, work: Work) -> Work:
+    def prepare(self, work: StepWork) -> StepWork:
         """Raises :class:`~headrace.errors.RunError` for tokens of the mask that no teacher was asked about."""
         taught = work.batch.taught
         lacking = work.mask_N if taught is None else work.mask_N & ~taught.known_T
@@ -57,7 +57,7 @@ class Told(Companion):
         return credited(work, self._objective, taught.logprobs_T.astype(np.float64))
 
 
-def credited(work: Work, objective: Objective, log_nu_N: npt.NDArray[np.float64]) -> Work:
+def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.float64]) -> StepWork:
     """With what the objective makes of log ν, if anything, added to the advantages."""
     credit = objective.teaching
     if credit is None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from headrace.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
 from headrace.learner.checksums import checksums_of, seal
-from headrace.learner.companions.base import Companion
+from headrace.learner.companions.base import AuxiliaryModel
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush, free_bytes
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
@@ -57,7 +57,7 @@ class Snapshot:
         model: PreTrainedModel,
         optimizer: ShardOptimizer,
         ranks: AnyRanks,
-        companions: Sequence[Companion] = (),
+        companions: Sequence[AuxiliaryModel] = (),
     ) -> None:
         self._model = model
         self._optimizer = optimizer

@@ -80,7 +80,7 @@ class _HeadAlone:
     """The :class:`Halves` of a model without its trunk, to be used inside the head's forward pass."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
-        self._given = _Given()
+        self._given = _GatheredTrunkOutput()
         replaced = {id(head): _Inner(head), id(model.get_submodule(model.base_model_prefix)): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _bare(model, children)
@@ -98,7 +98,7 @@ class _HeadAlone:
         return logits_CV
 
 
-class _Given(nn.Module):
+class _GatheredTrunkOutput(nn.Module):
     """Stands where the trunk stands and gives back what it is handed."""
 
     def __init__(self) -> None:

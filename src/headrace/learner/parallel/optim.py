@@ -38,7 +38,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainedWeight:
     """One weight, and what the optimizer updates in its place."""
 
     name: str
@@ -188,7 +188,7 @@ class ShardOptimizer:
         for one in self.trained:
             one.weight.grad = one.home.grad = None
 
-    def state(self, one: Trained) -> dict[str, Tensor]:
+    def state(self, one: TrainedWeight) -> dict[str, Tensor]:
         """What a snapshot holds of ``one`` beside the weight, as this rank's part of tensors that lie as the weight
         does, under the same keys on every rank; empty before the first update."""
         if not self.updates:
@@ -202,7 +202,7 @@ class ShardOptimizer:
         return {key: like(tensor.to(device), one.weight) for key, tensor in state.items()}
 
     @torch.no_grad()
-    def set_state(self, one: Trained, state: Mapping[str, Tensor], updates: int) -> None:
+    def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor], updates: int) -> None:
         """Go on after ``updates`` updates with some of what :meth:`state` held, whole. Raises ``ValueError`` for what
         another optimizer held."""
         known = MUON if one.muon else ADAMW
@@ -220,17 +220,17 @@ class ShardOptimizer:
         if not one.muon:
             self._held(one)["step"] = self._count(one, updates)
 
-    def _count(self, one: Trained, updates: int) -> Tensor:
+    def _count(self, one: TrainedWeight, updates: int) -> Tensor:
         return torch.tensor(float(updates), dtype=torch.float32, device=one.home.device)
 
-    def _held(self, one: Trained) -> dict[str, Tensor]:
+    def _held(self, one: TrainedWeight) -> dict[str, Tensor]:
         if one.muon:
             return self._momenta.setdefault(one.name, {})
         assert self.adamw is not None
         held: dict[str, Tensor] = self.adamw.state[one.home]
         return held
 
-    def _orthogonal_step(self, one: Trained, gradient: Tensor, lr: float) -> None:
+    def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
         """Torch's Muon on the whole matrix, from which every rank takes its part: the result does not depend on them.
 
         Momentum (Nesterov's) is number by number, so it is kept and computed on the parts; Muon without momentum, at a
@@ -248,7 +248,7 @@ class ShardOptimizer:
         one.home.mul_(1 - lr * self._weight_decay).add_(part_of(update.detach(), one.weight).to(one.home.device))
 
 
-def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> Trained:
+def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
@@ -256,7 +256,7 @@ def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, 
     home = weight if kept is part and alone else Parameter(kept)
     adapter = adapter_of(name) if of_adapter(name) else DEFAULT
     agent = "" if adapter == DEFAULT else adapter
-    return Trained(name=name, weight=weight, home=home, apart=kept is not part, muon=muon, agent=agent)
+    return TrainedWeight(name=name, weight=weight, home=home, apart=kept is not part, muon=muon, agent=agent)
 
 
 def _matrices(model: PreTrainedModel) -> frozenset[str]:

@@ -22,7 +22,7 @@ from headrace.types.tokens import IntColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class _ColumnParts:
     """How columns come together of which other ranks computed parts."""
 
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class RankView:
     """What one rank computes of a micro-batch, and how it becomes columns of that."""
 
     micro: MicroBatch
@@ -49,7 +49,7 @@ class View:
     """Among the rows: where the logits of the loss tokens come from. A token came from the logits of the one before."""
     places_P: Index
     """Where in the micro-batch those tokens lie; ascending."""
-    parts: _Parts | None
+    parts: _ColumnParts | None
     """``None`` where all of it is computed here."""
 
     @property
@@ -73,7 +73,7 @@ class View:
         return column.new_zeros(len(self.micro.places_M), *column.shape[1:]).index_copy(0, at, column)
 
 
-def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> View:
+def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> RankView:
     """``loss_P``: where in ``micro`` all of its loss tokens lie. An empty micro-batch is computed as one token that
     nothing is asked of: ranks gather their parameters together. ``packed``: how a micro-batch attends of
     which all is computed here."""
@@ -84,16 +84,16 @@ def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[Pack
         mine = pieces.of(ranks.part)
         places = [loss_P[np.isin(loss_P - 1, pieces.of(part))] for part in range(ranks.config.context)]
         padded = np.concatenate([mine, np.zeros(pieces.per_rank - len(mine), np.int64)])
-        return View(
+        return RankView(
             micro=micro,
             plan=ContextPlan(lengths_K, pieces, ranks.context_group, ranks.device),
             rows_R=padded[:0] if idle else padded,
             before_P=np.searchsorted(mine, places[ranks.part] - 1),
             places_P=places[ranks.part],
-            parts=_Parts(group=ranks.context_group, places=places),
+            parts=_ColumnParts(group=ranks.context_group, places=places),
         )
     if idle:
-        return View(
+        return RankView(
             micro=micro,
             plan=packed(lengths_K, ranks.device),
             rows_R=np.zeros(0, np.int64),
@@ -105,7 +105,7 @@ def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[Pack
     followed_M = np.ones(len(micro.places_M), np.bool_)
     followed_M[np.cumsum(lengths_K) - 1] = False  # what would follow the last token of a sample, nobody asks
     rows_R, first_R, rows_T = np.unique(rows_M[followed_M], return_index=True, return_inverse=True)
-    return View(
+    return RankView(
         micro=micro,
         plan=packed(lengths_K - 1, ranks.device, None if micro.rows_M is None else rows_T),
         rows_R=np.flatnonzero(followed_M)[first_R],

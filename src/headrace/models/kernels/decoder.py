@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from headrace.models.attention import PLAN, forward
 from headrace.models.kernels.fused import Fused, FusedAttention, FusedGated, FusedNorm
-from headrace.models.kernels.ops import Decoder, Kernels, Step, norm_of, point, turn_of
+from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, norm_of, point, turn_of
 from headrace.models.kernels.panels import Product
 from headrace.models.paged.base import Geometry, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
@@ -36,7 +36,7 @@ _PROBE = (2, 15)
 """New tokens of the two rows of the probe; the second reaches into its second block when it goes on."""
 
 
-class Room:
+class ScratchBuffers:
     """What the layers of a model write on their way, one after the other: memory that is asked for anew each time is
     cleared by the system each time."""
 
@@ -53,7 +53,7 @@ class Room:
 class FusedDecoder(Fused):
     """One call for the whole layer."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, room: Room) -> None:
+    def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
         super().__init__(module, ops)
         self._room = room
         self._before, self._attention, self._after, self._mlp = (
@@ -80,7 +80,7 @@ class FusedDecoder(Fused):
         x = hidden_states.contiguous()
         tokens = x.numel() // self._hidden
         y, scratch = torch.empty_like(x), self._room.of(tokens * self._scratch)
-        step = Step(
+        step = DecoderTokens(
             *(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn_of((turn[0][0], turn[1][0]))),
             *(tokens, self._hidden),
         )
@@ -106,7 +106,7 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     if not layers:
         return {}
     with torch.inference_mode():
-        wanted, room = _decoded(model, ops), Room()
+        wanted, room = _decoded(model, ops), ScratchBuffers()
         for module in layers:
             module.forward = FusedDecoder(module, ops, room)
         try:

@@ -24,7 +24,7 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import FuseReport, fuse
 from headrace.models.kernels.fused import Fused, FusedAttention, turn_halves
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.kernels.panels import Weights
+from headrace.models.kernels.panels import PackedProduct
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache, PagedPlan
 from headrace.models.paged.compiled import CompiledAttention
 from headrace.models.routing import find_routing
@@ -194,7 +194,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     def compiled(*tensors: Tensor) -> Several:
         x, w, *b = (tensor.contiguous() for tensor in tensors)
-        return (loaded.linear(x, Weights(w, *b)),)
+        return (loaded.linear(x, PackedProduct(w, *b)),)
 
     given = (input, weight) if bias is None else (input, weight, bias)
     return _recomputed(compiled, lambda *tensors: (nn.functional.linear(*tensors),), given, ())[0]

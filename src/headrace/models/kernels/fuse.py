@@ -29,12 +29,12 @@ from headrace.models.attention import PackedPlan, Rule, forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.decoder import fuse_layers
 from headrace.models.kernels.fused import (
+    AttentionSample,
     Fused,
     FusedAttention,
     FusedGated,
     FusedLinear,
     FusedNorm,
-    Seen,
     close,
     find_norm,
 )
@@ -63,10 +63,10 @@ class _Watching(PackedPlan):
 
     def __init__(self) -> None:
         super().__init__(_PROBE)
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, AttentionSample] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        self.seen[rule.layer] = Seen(rule, (query_NHD, key_NKD, value_NKD))
+        self.seen[rule.layer] = AttentionSample(rule, (query_NHD, key_NKD, value_NKD))
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
@@ -124,10 +124,10 @@ def _unfit(model: nn.Module) -> str | None:
     return "it is in training mode" if model.training else None
 
 
-def _watch(model: nn.Module) -> tuple[Tensor, dict[int, Seen]]:
+def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
     """The model's logits on the probe, and what went through its attention modules, by the modules' id."""
     plan = _Watching()
-    found: dict[int, Seen] = {}
+    found: dict[int, AttentionSample] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = plan.seen[module.layer_idx]  # type: ignore[index]
@@ -147,7 +147,7 @@ def _ids(model: nn.Module) -> Tensor:
     return torch.arange(sum(_PROBE)) % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type, no-any-return]
 
 
-def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, Seen]) -> Fused | None:
+def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample]) -> Fused | None:
     """What might stand in for a module; ``None`` for those that no kernel knows."""
     if "forward" in module.__dict__:  # someone else's hook
         return None
@@ -161,7 +161,7 @@ def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, Seen]) -> Fused |
     return None if how is None else FusedNorm(module, ops, how)
 
 
-def _swap(fused: Fused, seen: Seen | None) -> str | None:
+def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
     """Swap if it gives what the module gives; else why not."""
     module = fused.module
     try:

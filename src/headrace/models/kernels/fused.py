@@ -98,7 +98,7 @@ class FusedGated(Fused):
 class FusedAttention(Fused):
     """Queries, keys and values by one product, normed and turned in place; then the plan; then the output's product."""
 
-    def __init__(self, module: nn.Module, ops: Kernels, seen: Seen) -> None:
+    def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def turn_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @dataclass(slots=True)
-class Seen:
+class AttentionSample:
     """What an attention module was given and what it made of it."""
 
     rule: Rule

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, open_library
-from headrace.models.kernels.panels import Weights
+from headrace.models.kernels.panels import PackedProduct
 
 Norm = tuple[Tensor, float, float]
 """Weight, eps, and what is added to the weight."""
@@ -29,7 +29,7 @@ class Input(ctypes.Structure):
     _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
 
 
-class Part(ctypes.Structure):
+class ProductPart(ctypes.Structure):
     """One of several products with the same tokens (linear.h)."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ class NormOf(ctypes.Structure):
     _fields_ = (("w", c_void_p), ("eps", c_float), ("plus", c_float))
 
 
-class Turn(ctypes.Structure):
+class RotaryArgs(ctypes.Structure):
     """By what heads are turned (linear.h)."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("size", c_long))
@@ -66,18 +66,18 @@ class Decoder(ctypes.Structure):
 
     _fields_ = (
         *((name, NormOf) for name in ("before", "after", "query", "key")),
-        *((name, Part) for name in ("q", "k", "v", "out", "gate", "up", "down")),
+        *((name, ProductPart) for name in ("q", "k", "v", "out", "gate", "up", "down")),
     )
 
 
-class Step(ctypes.Structure):
+class DecoderTokens(ctypes.Structure):
     """The tokens of a decoder layer (kernels.cpp)."""
 
     _fields_ = (
         ("x", c_void_p),
         ("y", c_void_p),
         ("scratch", c_void_p),
-        ("turn", Turn),
+        ("turn", RotaryArgs),
         ("M", c_long),
         ("hidden", c_long),
     )
@@ -101,7 +101,7 @@ class Tensor3(ctypes.Structure):
     _fields_ = (("at", c_void_p), ("token", c_long), ("head", c_long))
 
 
-class Layer(ctypes.Structure):
+class PagedLayer(ctypes.Structure):
     """One layer's pools and rule (paged.h)."""
 
     _fields_ = (
@@ -121,13 +121,13 @@ class Layer(ctypes.Structure):
 _SIGNATURES = {
     "hr_panel": (),
     "hr_pack": (POINTER(Weight), c_long, c_int),
-    "hr_linear": (POINTER(Input), POINTER(Part), c_long, c_int),
-    "hr_gated": (POINTER(Input), POINTER(Part), POINTER(Part), POINTER(Part), c_int),
+    "hr_linear": (POINTER(Input), POINTER(ProductPart), c_long, c_int),
+    "hr_gated": (POINTER(Input), POINTER(ProductPart), POINTER(ProductPart), POINTER(ProductPart), c_int),
     "hr_norm": (POINTER(Input), POINTER(NormOf), c_void_p, c_int),
-    "hr_heads": (c_void_p, c_long, c_long, c_long, c_long, POINTER(NormOf), POINTER(Turn), c_int),
+    "hr_heads": (c_void_p, c_long, c_long, c_long, c_long, POINTER(NormOf), POINTER(RotaryArgs), c_int),
     "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
-    "hr_paged": (POINTER(Pass), POINTER(Layer), POINTER(Tensor3), c_void_p, c_int),
-    "hr_decoder": (POINTER(Step), POINTER(Decoder), POINTER(Pass), POINTER(Layer), c_int),
+    "hr_paged": (POINTER(Pass), POINTER(PagedLayer), POINTER(Tensor3), c_void_p, c_int),
+    "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
 }
 
 
@@ -155,16 +155,16 @@ class Kernels:
         weights = (Weight * len(pairs))(*(Weight(at(w), at(panels), *w.shape) for w, panels in pairs))
         self._pack(weights, len(pairs), threads)
 
-    def linear(self, x: Tensor, weights: Weights) -> Tensor:
+    def linear(self, x: Tensor, weights: PackedProduct) -> Tensor:
         """``x Wᵀ + bias`` over the last dimension of ``x``."""
         return self.linears(x, (weights,))
 
-    def linears(self, x: Tensor, several: Sequence[Weights]) -> Tensor:
+    def linears(self, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
         """Several products with one ``x``, side by side in the last dimension of the result."""
         x = x.contiguous()
         total = sum(weights.weight.shape[0] for weights in several)
         y = torch.empty(*x.shape[:-1], total)
-        parts = (Part * len(several))()
+        parts = (ProductPart * len(several))()
         to = y.data_ptr()
         for part, weights in zip(parts, several, strict=True):
             point(part, weights)
@@ -173,12 +173,12 @@ class Kernels:
         self._linear(_input(x), parts, len(several), torch.get_num_threads())
         return y
 
-    def gated(self, x: Tensor, gate: Weights, up: Weights, down: Weights) -> Tensor:
+    def gated(self, x: Tensor, gate: PackedProduct, up: PackedProduct, down: PackedProduct) -> Tensor:
         """``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
         x = x.contiguous()
         tokens = _input(x)
         hidden, y = torch.empty(2, tokens.M, gate.weight.shape[0]), torch.empty(*x.shape[:-1], down.weight.shape[0])
-        parts = (Part * 3)()
+        parts = (ProductPart * 3)()
         for part, weights, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
             point(part, weights)
             part.y, part.ldy = to.data_ptr(), part.N
@@ -211,7 +211,7 @@ def at(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def point(part: Part, weights: Weights) -> None:
+def point(part: ProductPart, weights: PackedProduct) -> None:
     """Let a part use them where they lie now."""
     weight, bias, panels = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
@@ -223,10 +223,10 @@ def norm_of(norm: Norm | None) -> NormOf:
     return NormOf() if norm is None else NormOf(at(norm[0]), norm[1], norm[2])
 
 
-def turn_of(turn: tuple[Tensor, Tensor]) -> Turn:
+def turn_of(turn: tuple[Tensor, Tensor]) -> RotaryArgs:
     """Of cos and sin, ``[M, T]``."""
     cos, sin = turn
-    return Turn(at(cos), at(sin), cos.shape[-1])
+    return RotaryArgs(at(cos), at(sin), cos.shape[-1])
 
 
 def _input(x: Tensor) -> Input:
@@ -250,10 +250,10 @@ def _check(kernels: Kernels) -> str | None:
     x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
     panels = torch.empty(kernels.panel_numbers(w))
     kernels.pack([(w, panels)], 1)
-    y = kernels.linear(x, Weights(w, bias, panels))
+    y = kernels.linear(x, PackedProduct(w, bias, panels))
     if not torch.allclose(y, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4):
         return "products"
-    if not all(torch.equal(kernels.linear(x[i : i + 1], Weights(w, bias))[0], y[i]) for i in range(len(x))):
+    if not all(torch.equal(kernels.linear(x[i : i + 1], PackedProduct(w, bias))[0], y[i]) for i in range(len(x))):
         return "products that depend on the batch"
     if not torch.allclose(kernels.log_softmax(y), y.log_softmax(-1), rtol=1e-4, atol=1e-4):
         return "exponentials"

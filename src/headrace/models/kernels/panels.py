@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-class Weights(NamedTuple):
+class PackedProduct(NamedTuple):
     """Of one product, as kernels take them."""
 
     weight: Tensor
@@ -50,14 +50,14 @@ class Product:
         self.rooms: list[Packed | None] = [None, None]
         self._parameters: dict[str, Any] = linear._parameters
 
-    def weights(self) -> Weights:
+    def weights(self) -> PackedProduct:
         """Where they lie now."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         address = weight.data_ptr()
         for packed in self.rooms:
             if packed is not None and packed.address == address and packed.changes == weight._version:
-                return Weights(weight, bias, packed.panels)
-        return Weights(weight, bias)
+                return PackedProduct(weight, bias, packed.panels)
+        return PackedProduct(weight, bias)
 
 
 def product_of(linear: nn.Linear) -> Product:

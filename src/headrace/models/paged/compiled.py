@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headrace.models.attention import Rule
 from headrace.models.kernels.build import Unavailable
-from headrace.models.kernels.ops import Decoder, Kernels, Layer, Pass, Step, Tensor3, kernels
+from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, PagedLayer, Pass, Tensor3, kernels
 from headrace.models.paged.base import AttentionMaker, Geometry
 
 
@@ -47,15 +47,15 @@ class CompiledAttention:
         self._loaded.paged(self._pass, shape, views, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def decode(self, step: Step, decoder: Decoder, shape: Layer) -> None:
+    def decode(self, step: DecoderTokens, decoder: Decoder, shape: PagedLayer) -> None:
         """A whole decoder layer, its attention included (kernels.cpp)."""
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
-    def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> Layer:
+    def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> PagedLayer:
         """One layer's pools and rule, for so many query heads."""
         keys, values = layer
         sinks = rule.sinks_H
-        return Layer(
+        return PagedLayer(
             *(keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()),
             *(heads, keys.shape[1], keys.shape[3], values.shape[3]),
             *(rule.window or 0, rule.scale, rule.softcap or 0.0),

@@ -17,6 +17,6 @@ are not touched. To support a family, add its gates to ``families.py``.
 from headrace.models.routing.base import RoutedModel
 from headrace.models.routing.find import find_routing
 from headrace.models.routing.recorder import RoutingRecorder
-from headrace.models.routing.replay import RoutingReplay, Seen
+from headrace.models.routing.replay import RoutingPass, RoutingReplay
 
-__all__ = ["RoutedModel", "RoutingRecorder", "RoutingReplay", "Seen", "find_routing"]
+__all__ = ["RoutedModel", "RoutingPass", "RoutingRecorder", "RoutingReplay", "find_routing"]

@@ -20,7 +20,7 @@ Gates = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class MixtureLayer:
     """One mixture-of-experts layer."""
 
     depth: int
@@ -38,7 +38,7 @@ class RoutedModel:
 
     trunk: nn.Module
     """The module whose keywords reach every layer."""
-    layers: tuple[Layer, ...]
+    layers: tuple[MixtureLayer, ...]
     top_k: int
     """Experts per token and layer."""
     num_experts: int

@@ -9,7 +9,7 @@ from torch import nn
 
 from headrace.errors import ModelError
 from headrace.models.mixtures import NAMES
-from headrace.models.routing.base import Layer, RoutedModel
+from headrace.models.routing.base import MixtureLayer, RoutedModel
 from headrace.models.routing.families import FAMILIES
 
 _MIXTURE = re.compile(r"(Experts|Router|Gating|MoE|MoeBlock|MoEBlock)$")
@@ -54,7 +54,7 @@ def _kind(module: nn.Module) -> str:
     return next((name for name in names if name in FAMILIES), names[0])
 
 
-def _layer(model: nn.Module, name: str) -> tuple[nn.Module, Layer]:
+def _layer(model: nn.Module, name: str) -> tuple[nn.Module, MixtureLayer]:
     """The trunk, and the layer of the router ``name``, such as ``model.layers.3.mlp.gate``."""
     path = name.split(".")
     at = next(
@@ -63,7 +63,7 @@ def _layer(model: nn.Module, name: str) -> tuple[nn.Module, Layer]:
     router = model.get_submodule(name)
     return (
         model.get_submodule(".".join(path[: at - 1])),
-        Layer(
+        MixtureLayer(
             depth=int(path[at]),
             router=router,
             attention=model.get_submodule(".".join([*path[: at + 1], "self_attn"])),

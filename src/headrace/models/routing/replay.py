@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.routing.base import Layer, RoutedModel
+from headrace.models.routing.base import MixtureLayer, RoutedModel
 from headrace.types.recorded import Routing
 
 SEEN = "headrace_seen"
 """The keyword under which a replay travels through ``model(**kwargs)``."""
 
 
-class Seen:
+class RoutingPass:
     """The routing of one pass, and how far it is from what the routers would choose."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
@@ -58,7 +58,9 @@ class Seen:
         """Layers that have routed so far."""
         return len(self._differing)
 
-    def route(self, index: int, layer: Layer, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, index: int, layer: MixtureLayer, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What the router of layer ``index`` shall give instead of ``output``."""
         logits_NE, _, live_NK = output
         if len(live_NK) != len(self._known_N):
@@ -82,13 +84,13 @@ class RoutingReplay:
 
     def __init__(self, routed: RoutedModel) -> None:
         self._routed = routed
-        self._seen: Seen | None = None
+        self._seen: RoutingPass | None = None
         for index, layer in enumerate(routed.layers):
             layer.attention.register_forward_pre_hook(self._enter, with_kwargs=True)
             layer.router.register_forward_hook(partial(self._route, index, layer), prepend=True)
 
     @contextmanager
-    def __call__(self, routing: Routing, *, forced: bool = True) -> Iterator[Seen]:
+    def __call__(self, routing: Routing, *, forced: bool = True) -> Iterator[RoutingPass]:
         """Replay ``routing``, of exactly the tokens of the pass, in the forward pass of the ``with`` block; its
         backward pass may come later.
 
@@ -104,7 +106,7 @@ class RoutingReplay:
                 remedy="replay what an engine with the same model and configuration recorded",
             )
         device = next(self._routed.layers[0].router.parameters()).device
-        seen = Seen(routing, self._routed, forced=forced, device=device)
+        seen = RoutingPass(routing, self._routed, forced=forced, device=device)
         handle = self._routed.trunk.register_forward_pre_hook(
             lambda trunk, args, kwargs: (args, {**kwargs, SEEN: seen}), with_kwargs=True
         )
@@ -122,6 +124,6 @@ class RoutingReplay:
         self._seen = seen if seen is not None and seen.routed is self._routed else None
 
     def _route(
-        self, index: int, layer: Layer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+        self, index: int, layer: MixtureLayer, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         return output if self._seen is None else self._seen.route(index, layer, output)

@@ -13,7 +13,7 @@ from headrace.observe.words import duration, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class AlarmRow:
     """One alarm."""
 
     make: Callable[[AlarmsConfig], Alarm]
@@ -131,45 +131,45 @@ def _disk(config: AlarmsConfig) -> Alarm:
     return Now(wrong)
 
 
-ALARMS: Mapping[str, Row] = {
-    "entropy": Row(
+ALARMS: Mapping[str, AlarmRow] = {
+    "entropy": AlarmRow(
         make=_entropy,
         advice="The policy has stopped exploring: raise algo.loss.clip_high or engine.temperature, lower learner.lr, "
         "or add a penalty (algo.loss.kl_coef).",
     ),
-    "zero_variance": Row(
+    "zero_variance": AlarmRow(
         make=_zero_variance,
         advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
         "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
     ),
-    "rewards": Row(
+    "rewards": AlarmRow(
         make=_rewards,
         advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; mend what it "
         "calls, or raise its retries or timeout_s.",
     ),
-    "kl": Row(
+    "kl": AlarmRow(
         make=_kl,
         advice="The policy moves far from what sampled its tokens: lower learner.lr or flow.max_age, or clip harder.",
     ),
-    "mismatch": Row(
+    "mismatch": AlarmRow(
         make=_mismatch,
         advice="Compare the numbers of engine and learner: model.dtype, engine.kernels, learner.keep_routing and "
         "learner.keep_sampling_mask; a correction (algo.correction) hides it, and does not heal it.",
     ),
-    "length": Row(
+    "length": AlarmRow(
         make=_length,
         advice="Read some completions: a reward may pay for length. Add a length penalty, or lower "
         "engine.max_new_tokens.",
     ),
-    "repetition": Row(
+    "repetition": AlarmRow(
         make=_repetition,
         advice="Read some completions: a reward may pay for loops. Lower learner.lr, or add a penalty to the reward.",
     ),
-    "stall": Row(
+    "stall": AlarmRow(
         make=_stall,
         advice="headrace status says who waits for whom; the logs of the parts are in logs/ of the run directory.",
     ),
-    "disk": Row(
+    "disk": AlarmRow(
         make=_disk,
         advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
     ),

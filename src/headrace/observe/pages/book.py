@@ -18,8 +18,8 @@ import msgspec
 from headrace.clock import off_loop
 from headrace.errors import ConfigError, RunError
 from headrace.observe.pages.episode import Spell, episode_page
-from headrace.observe.pages.index import Attempt, Figure, index_page
-from headrace.types.episode import Episode
+from headrace.observe.pages.index import AttemptSummary, Figure, index_page
+from headrace.types.episode import EpisodeGraph
 
 PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
 
@@ -47,18 +47,18 @@ class Book:
     def __init__(self, directory: Path, shown: Shown) -> None:
         self._directory = directory
         self._shown = shown
-        self._attempts: dict[tuple[int, int], Attempt] = {}
+        self._attempts: dict[tuple[int, int], AttemptSummary] = {}
         if (directory / LINES).exists():
             raise ConfigError(f"{directory} holds an evaluation already", remedy="choose another directory")
         self._write(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
         self._write(lambda: (directory / LINES).write_bytes(b""))
 
-    async def keep(self, episode: Episode) -> None:
+    async def keep(self, episode: EpisodeGraph) -> None:
         """Write what is to be known of an episode that has ended."""
         task, attempt = episode.key
         order = attempt * len(self._shown.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
-        self._attempts[task, attempt] = Attempt(reward=episode.reward, cause=episode.cause, page=page)
+        self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
         await off_loop(partial(self._write, partial(self._add, episode, page)))
 
     def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
@@ -75,7 +75,7 @@ class Book:
         self._write(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
         return index
 
-    def _add(self, episode: Episode, page: str) -> None:
+    def _add(self, episode: EpisodeGraph, page: str) -> None:
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,

@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.observe.pages.html import figure, page, text
 from headrace.observe.words import plural
-from headrace.types.episode import Episode, Turn
+from headrace.types.episode import EpisodeGraph, Turn
 
 MAX_TOKENS = 50_000
 """Tokens of an episode that are shown one by one; of what comes after, the text alone."""
@@ -28,7 +28,7 @@ Spell = Callable[[Sequence[int]], str]
 """The text of tokens, special ones too."""
 
 
-def episode_page(episode: Episode, row: dict[str, Any], spell: Spell) -> str:
+def episode_page(episode: EpisodeGraph, row: dict[str, Any], spell: Spell) -> str:
     """The whole document."""
     key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
     room = MAX_TOKENS
@@ -55,7 +55,7 @@ def _as_json(row: dict[str, Any]) -> str:
         return str(row)
 
 
-def _cards(episode: Episode) -> str:
+def _cards(episode: EpisodeGraph) -> str:
     sampled = [turn for turn in episode.turns if turn.stop_reason is not None]
     branches = len(episode.leaves())
     cards = [
@@ -89,7 +89,7 @@ def _lanes(turns: Sequence[Turn]) -> list[int]:
     return lanes
 
 
-def _graph(episode: Episode) -> str:
+def _graph(episode: EpisodeGraph) -> str:
     """Turns from top to bottom, in the order they were begun; branches side by side."""
     lanes = _lanes(episode.turns)
     places = [(14 + _LANE * lane, 16 + _STEP * index) for index, lane in enumerate(lanes)]

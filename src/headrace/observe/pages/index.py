@@ -25,7 +25,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class AttemptSummary:
     """What the index says of one attempt."""
 
     reward: float | None
@@ -36,7 +36,9 @@ class Attempt:
     """Where its page is; empty where it has none."""
 
 
-def index_page(title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[Attempt]]) -> str:
+def index_page(
+    title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
+) -> str:
     """The whole document."""
     listed = tasks[:MAX_TASKS]
     rows = "".join(
@@ -63,12 +65,12 @@ def _card(shown: Figure) -> str:
     return f"<div><dt>{text(shown.name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
 
 
-def _attempt(attempt: Attempt) -> str:
+def _attempt(attempt: AttemptSummary) -> str:
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
     said = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"
     return f"<a href='{text(attempt.page, 500)}'>{said}</a>" if attempt.page else said
 
 
-def _mean(attempts: Sequence[Attempt]) -> float:
+def _mean(attempts: Sequence[AttemptSummary]) -> float:
     return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts) if attempts else 0.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from headrace.observe.pictures.canvas import LIGHT, Theme, render
-from headrace.plan.search import Found, Tried, row_of
+from headrace.plan.search import SearchResult, Tried, row_of
 
 
-def plan_png(found: Found) -> bytes:
+def plan_png(found: SearchResult) -> bytes:
     """The picture of a plan."""
     return render(draw_plan, found, LIGHT, 6.4)
 
 
-def draw_plan(figure: Figure, found: Found, theme: Theme) -> None:
+def draw_plan(figure: Figure, found: SearchResult, theme: Theme) -> None:
     """Trained tokens a second of every candidate over the accelerators that generate, and idle time of three runs."""
     speed, idle = figure.subplots(2, 1, height_ratios=(3, 2))
     colors = (theme.faint, theme.sky, theme.blue, theme.green, theme.purple, theme.orange)
@@ -47,6 +47,6 @@ def draw_plan(figure: Figure, found: Found, theme: Theme) -> None:
     idle.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8)
 
 
-def _three(found: Found) -> dict[str, Tried]:
+def _three(found: SearchResult) -> dict[str, Tried]:
     named = {"as asked": found.asked, "synchronous": found.synchronous, "best": found.best}
     return {name: row_of(found.site, each) for name, each in named.items()}

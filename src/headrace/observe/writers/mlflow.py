@@ -37,11 +37,11 @@ class Mlflow(Section):
         known = client.search_runs([experiment], f"tags.headrace_run = '{run.key}'", max_results=1)
         if known:
             client.update_run(known[0].info.run_id, status="RUNNING")
-            return _Writer(client, known[0].info.run_id)
+            return _MlflowWriter(client, known[0].info.run_id)
         begun = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
         for name, value in islice(_params(run.config), 500):
             client.log_param(begun.info.run_id, name, value[:500])
-        return _Writer(client, begun.info.run_id)
+        return _MlflowWriter(client, begun.info.run_id)
 
 
 def _params(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -52,7 +52,7 @@ def _params(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
     return flat
 
 
-class _Writer:
+class _MlflowWriter:
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client = client
         self._run_id = run_id

@@ -54,13 +54,13 @@ class Prometheus(Section):
         """Raises :class:`~headrace.errors.ConfigError` if the port cannot be had."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
-        from headrace.engine.server.auth import Gate
+        from headrace.engine.server.auth import ServeAuth
         from headrace.engine.server.shell import HttpServer, ShellLimits
 
         newest = _Newest(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
-        app = Gate(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
+        app = ServeAuth(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
         if self.tls_certificate:
             server_context(self.tls_certificate, self.tls_key)
         server = HttpServer(

@@ -24,10 +24,12 @@ class TensorBoard(Section):
             from tensorboardX import SummaryWriter
         except ImportError:
             raise lacks("tensorboardX", "tensorboard") from None
-        return _Writer(SummaryWriter(logdir=str(run.run_dir / "tensorboard"), flush_secs=10, write_to_disk=True))
+        return _TensorboardWriter(
+            SummaryWriter(logdir=str(run.run_dir / "tensorboard"), flush_secs=10, write_to_disk=True)
+        )
 
 
-class _Writer:
+class _TensorboardWriter:
     def __init__(self, files: SummaryWriter) -> None:
         self._files = files
 

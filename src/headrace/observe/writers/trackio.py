@@ -35,10 +35,10 @@ class Trackio(Section):
             resume="allow",
             embed=False,
         )
-        return _Writer(begun)
+        return _TrackioWriter(begun)
 
 
-class _Writer:
+class _TrackioWriter:
     def __init__(self, run: Run) -> None:
         self._run = run
 

@@ -40,10 +40,10 @@ class Wandb(Section):
             config=dict(run.config),
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
-        return _Writer(begun)
+        return _WandbWriter(begun)
 
 
-class _Writer:
+class _WandbWriter:
     def __init__(self, run: Run) -> None:
         self._run = run
 

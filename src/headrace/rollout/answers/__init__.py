@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.rollout.answers.bare_json import BareJson
-from headrace.rollout.answers.base import Answer, Parser, certain_split, split_reasoning
+from headrace.rollout.answers.base import ParsedAnswer, Parser, certain_split, split_reasoning
 from headrace.rollout.answers.hermes import Hermes
 
 PARSERS: Mapping[str, Parser] = {"hermes": Hermes(), "json": BareJson()}
 """By the names of ``env.tool_parser``."""
 
-__all__ = ["PARSERS", "Answer", "Parser", "certain_split", "parser_for", "split_reasoning"]
+__all__ = ["PARSERS", "ParsedAnswer", "Parser", "certain_split", "parser_for", "split_reasoning"]
 
 
 def parser_for(name: str, template: str) -> Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from headrace.engine.server.text import overlap
-from headrace.rollout.answers.base import Answer, read_call
+from headrace.rollout.answers.base import ParsedAnswer, read_call
 
 _TAG, _FENCE = "<|python_tag|>", "```"
 _FENCED = re.compile(r"```(?:json)?\s*\n(.*?)\n?\s*```", re.DOTALL)
@@ -16,17 +16,17 @@ class BareJson:
 
     markers: tuple[str, ...] = (_TAG,)
 
-    def __call__(self, text: str) -> Answer:
+    def __call__(self, text: str) -> ParsedAnswer:
         bare = text.strip().removeprefix(_TAG).strip()
         fenced = _FENCED.findall(text)
         before = "" if len(fenced) != 1 else text[: text.index(_FENCE)].rstrip()
         candidate = fenced[0].strip() if len(fenced) == 1 else bare
         if not (candidate.startswith("{") and '"name"' in candidate):
-            return Answer(content=text)
+            return ParsedAnswer(content=text)
         call = read_call(candidate)
         if isinstance(call, str):
-            return Answer(content=text, problems=(call,))
-        return Answer(content=before, calls=(call,))
+            return ParsedAnswer(content=text, problems=(call,))
+        return ParsedAnswer(content=before, calls=(call,))
 
     def num_certain(self, text: str) -> int:
         """Nothing of what may be a call; else up to the first block, or what may become one, and the space before

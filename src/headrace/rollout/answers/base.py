@@ -12,7 +12,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ParsedAnswer:
     """The text of an answer, taken apart."""
 
     content: str
@@ -28,7 +28,7 @@ class Parser(Protocol):
     markers: tuple[str, ...]
     """Tokens that it needs to see, even where the tokenizer counts them as special."""
 
-    def __call__(self, text: str) -> Answer:
+    def __call__(self, text: str) -> ParsedAnswer:
         """Take ``text`` apart."""
         ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.engine.server.text import overlap
-from headrace.rollout.answers.base import Answer, read_call
+from headrace.rollout.answers.base import ParsedAnswer, read_call
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -13,7 +13,7 @@ class Hermes:
 
     markers: tuple[str, ...] = (BEGIN, END)
 
-    def __call__(self, text: str) -> Answer:
+    def __call__(self, text: str) -> ParsedAnswer:
         calls: list[tuple[str, str]] = []
         problems: list[str] = []
         said, *blocks = text.split(BEGIN)
@@ -27,7 +27,7 @@ class Hermes:
             calls.append(call)
             said += after
         content = said.rstrip() if calls else text
-        return Answer(content=content, calls=tuple(calls), problems=tuple(problems))
+        return ParsedAnswer(content=content, calls=tuple(calls), problems=tuple(problems))
 
     def num_certain(self, text: str) -> int:
         """Up to the first tag, or what may become one, and the space before it."""

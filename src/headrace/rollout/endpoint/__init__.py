@@ -7,7 +7,7 @@
 Each protocol is a file of pure translation; who calls is known by the key, which finds the episode.
 """
 
-from headrace.rollout.endpoint.base import Access, Limits
+from headrace.rollout.endpoint.base import Access, SessionLimits
 from headrace.rollout.endpoint.serving import At, Endpoint
 
-__all__ = ["Access", "At", "Endpoint", "Limits"]
+__all__ = ["Access", "At", "Endpoint", "SessionLimits"]

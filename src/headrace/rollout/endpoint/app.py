@@ -25,13 +25,21 @@ from headrace.engine.server.connection import mark_entitled
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.watch import ClientGone, while_connected
 from headrace.env.agents import POLICY
-from headrace.env.base import Piece
+from headrace.env.base import AnswerPiece
 from headrace.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
-from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Limits, Setting, Telling
+from headrace.rollout.endpoint.base import (
+    ChatProtocol,
+    EndpointRequest,
+    Json,
+    SessionLimits,
+    Setting,
+    SseEvent,
+    Telling,
+)
 from headrace.rollout.endpoint.chat import CHAT
 from headrace.rollout.endpoint.messages import MESSAGES, read_counted
 from headrace.rollout.endpoint.responses import RESPONSES
-from headrace.rollout.endpoint.sessions import Session, Sessions
+from headrace.rollout.endpoint.sessions import EpisodeSession, Sessions
 from headrace.types.chat import ChatOptions, Reply
 from headrace.types.episode import role_of
 
@@ -42,11 +50,11 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class EndpointDispatcher:
     """What all requests share."""
 
     sessions: Sessions
-    limits: Limits
+    limits: SessionLimits
     clock: Clock
     on_wish: Callable[[str, float | str], None]
     """Told what a request wishes and does not get."""
@@ -67,7 +75,7 @@ class Desk:
         )
 
 
-def make_app(desk: Desk) -> ASGIApp:
+def make_app(desk: EndpointDispatcher) -> ASGIApp:
     """The whole endpoint as an ASGI application; every path is there with and without ``/v1``."""
 
     async def models(request: Request) -> Response:
@@ -78,17 +86,19 @@ def make_app(desk: Desk) -> ASGIApp:
 
     routes: list[BaseRoute] = []
     for root in ("", "/v1"):
-        handlers = {path: _Handler(desk, dialect, _Answering(desk, dialect)) for path, dialect in PATHS.items()}
-        handlers[COUNT] = _Handler(desk, MESSAGES, _Counting())
+        handlers = {path: _EndpointHandler(desk, dialect, _Answering(desk, dialect)) for path, dialect in PATHS.items()}
+        handlers[COUNT] = _EndpointHandler(desk, MESSAGES, _Counting())
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
-    return _Door(desk, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found}))
+    return _StrangerDelay(
+        desk, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
+    )
 
 
-class _Door:
+class _StrangerDelay:
     """Who brings no key that was ever given is told so after a while, whatever is asked, and nothing else."""
 
-    def __init__(self, desk: Desk, app: ASGIApp) -> None:
+    def __init__(self, desk: EndpointDispatcher, app: ASGIApp) -> None:
         self._desk, self._app = desk, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +125,7 @@ class _Wire:
         """All of it."""
         await JSONResponse(body)(*self._asgi)
 
-    async def event(self, event: Event) -> None:
+    async def event(self, event: SseEvent) -> None:
         """One more event."""
         data = (
             event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, allow_nan=False)
@@ -134,7 +144,7 @@ class _Wire:
         """The stream is whole."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def refuse(self, refusal: Refusal, dialect: Dialect) -> None:
+    async def refuse(self, refusal: Refusal, dialect: ChatProtocol) -> None:
         """No answer, and why."""
         if self._streams:
             await self.event(dialect.broken(refusal))
@@ -143,15 +153,20 @@ class _Wire:
             await refusal.response(dialect.refusal(refusal))(*self._asgi)
 
 
-class _Handler:
+class _EndpointHandler:
     """``POST`` to one path, as an ASGI application: it watches the connection while it works."""
 
-    def __init__(self, desk: Desk, dialect: Dialect, work: Callable[[Session, Json, _Wire], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        desk: EndpointDispatcher,
+        dialect: ChatProtocol,
+        work: Callable[[EpisodeSession, Json, _Wire], Awaitable[None]],
+    ) -> None:
         self._desk, self._dialect, self._work = desk, dialect, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, wire = Request(scope, receive), _Wire(scope, receive, send)
-        session: Session | None = None
+        session: EpisodeSession | None = None
         try:
             session = self._desk.sessions.find(request.headers)
             async with session.request():
@@ -164,7 +179,7 @@ class _Handler:
                 await asyncio.sleep(self._desk.limits.delay_s)
             await wire.refuse(refusal, self._dialect)
 
-    async def _guarded(self, session: Session, tree: Json, wire: _Wire) -> None:
+    async def _guarded(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
         try:
             await _in_words(lambda: self._work(session, tree, wire))
         except Refusal:
@@ -179,10 +194,10 @@ class _Handler:
 class _Answering:
     """An answer in one protocol."""
 
-    desk: Desk
-    dialect: Dialect
+    desk: EndpointDispatcher
+    dialect: ChatProtocol
 
-    async def __call__(self, session: Session, tree: Json, wire: _Wire) -> None:
+    async def __call__(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
         setting = Setting(
             name=secrets.token_hex(12),
             created_s=int(self.desk.clock.wall()),
@@ -228,9 +243,9 @@ class _Pieces:
 
     def __init__(self) -> None:
         self.came = asyncio.Event()
-        self._waiting: dict[int, Piece] = {}
+        self._waiting: dict[int, AnswerPiece] = {}
 
-    def hear(self, choice: int, piece: Piece) -> None:
+    def hear(self, choice: int, piece: AnswerPiece) -> None:
         """More of one of them."""
         held = self._waiting.get(choice)
         if held is not None:
@@ -249,7 +264,7 @@ class _Pieces:
             return False
         return True
 
-    def take(self) -> list[tuple[int, Piece]]:
+    def take(self) -> list[tuple[int, AnswerPiece]]:
         """All that there is."""
         taken, self._waiting = [*self._waiting.items()], {}
         self.came.clear()
@@ -267,12 +282,14 @@ async def _tell(telling: Telling, pieces: _Pieces, wire: _Wire) -> None:
 class _Counting:
     """The tokens of a conversation that is not answered."""
 
-    async def __call__(self, session: Session, tree: Json, wire: _Wire) -> None:
+    async def __call__(self, session: EpisodeSession, tree: Json, wire: _Wire) -> None:
         asked = read_counted(tree)
         await wire.body({"input_tokens": await session.episode.count(asked.messages, asked.tools)})
 
 
-async def _replies(session: Session, asked: Asked, options: ChatOptions, pieces: _Pieces | None = None) -> list[Reply]:
+async def _replies(
+    session: EpisodeSession, asked: EndpointRequest, options: ChatOptions, pieces: _Pieces | None = None
+) -> list[Reply]:
     """Every answer that is asked for, side by side, told to ``pieces`` as it grows; the first failure ends the
     others."""
     try:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from headrace.engine.server.refusal import Refusal
-from headrace.env.base import Piece
+from headrace.env.base import AnswerPiece
 from headrace.types.chat import ChatOptions, Message, Reply, Tool
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """What one session may take of the endpoint."""
 
     max_body_bytes: int = 8 * 2**20
@@ -58,7 +58,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class EndpointRequest:
     """What a request asks the policy for."""
 
     messages: tuple[Message, ...]
@@ -88,7 +88,7 @@ class Setting:
     """What the session's responses stand for, by their ids: later ones may go on from them."""
 
 
-class Event(NamedTuple):
+class SseEvent(NamedTuple):
     """One server-sent event; ``name`` is empty where the protocol gives it none."""
 
     name: str
@@ -99,7 +99,7 @@ class Exchange(Protocol):
     """A request that has been understood, and its answer in the words of its protocol."""
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> EndpointRequest:
         """What it asks for."""
         ...
 
@@ -115,24 +115,24 @@ class Exchange(Protocol):
 class Telling(Protocol):
     """An answer that is told while it is sampled; it begins with its first piece."""
 
-    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         """More of one of the answers that were asked for; all of their text comes in this way."""
         ...
 
-    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         """What is left to say when all of them are whole."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class ChatProtocol:
     """One protocol."""
 
     understand: Callable[[Mapping[str, Any], Setting], Exchange]
     """Reads a body; raises :class:`Refusal`, naming what cannot be done."""
     refusal: Callable[[Refusal], Json]
     """An error as a body."""
-    broken: Callable[[Refusal], Event]
+    broken: Callable[[Refusal], SseEvent]
     """The last event of a stream that fails halfway."""
     ping: bytes
     """What keeps a stream alive, as it is sent."""

@@ -11,12 +11,12 @@ from pydantic import Field, PlainValidator
 from headrace.engine.server.refusal import Refusal
 from headrace.engine.server.schema import StreamOptions
 from headrace.engine.server.strict import StrictBody, read_body, read_stop
-from headrace.env.base import Piece
-from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
+from headrace.env.base import AnswerPiece
+from headrace.rollout.endpoint.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
     NAME,
-    Part,
+    BodyPart,
     named_answers,
     read_choice,
     refuse_same_names,
@@ -30,7 +30,7 @@ from headrace.types.episode import StopReason
 _Text = Annotated[str, PlainValidator(text_of("text"))]
 
 
-class _Given(Part):
+class _ChatInput(BodyPart):
     """A message that the policy did not write."""
 
     role: Literal["system", "developer", "user"]
@@ -42,14 +42,14 @@ class _Given(Part):
         return Message(role=role, content=self.content, name=self.name)
 
 
-class _CalledFunction(Part):
+class _CalledFunction(BodyPart):
     name: str = Field(min_length=1)
     arguments: str = ""
     parsed_arguments: Any = None
     """OpenAI's client puts it there."""
 
 
-class _Call(Part):
+class _ChatToolCall(BodyPart):
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
     function: _CalledFunction
@@ -57,7 +57,7 @@ class _Call(Part):
     """Where a stream's parts were put together by hand, it may be left."""
 
 
-class _Answered(Part):
+class _ChatAnswer(BodyPart):
     """A message of the policy."""
 
     role: Literal["assistant"]
@@ -65,7 +65,7 @@ class _Answered(Part):
     reasoning_content: str = ""
     reasoning: str = ""
     """The younger name of ``reasoning_content``."""
-    tool_calls: list[_Call] = Field(default=[])
+    tool_calls: list[_ChatToolCall] = Field(default=[])
     refusal: Literal[""] = ""
     annotations: list[Any] = Field(default=[], max_length=0)
     parsed: Any = None
@@ -85,7 +85,7 @@ class _Answered(Part):
         )
 
 
-class _ToolAnswer(Part):
+class _ToolAnswer(BodyPart):
     role: Literal["tool"]
     content: _Text
     tool_call_id: str
@@ -96,7 +96,7 @@ class _ToolAnswer(Part):
         return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
 
 
-class _Function(Part):
+class _Function(BodyPart):
     name: str = Field(pattern=NAME)
     description: str = ""
     parameters: dict[str, Any] = Field(default={})
@@ -104,12 +104,12 @@ class _Function(Part):
     """Taken for compatibility: the policy writes what it writes."""
 
 
-class _Tool(Part):
+class _ChatTool(BodyPart):
     type: Literal["function"]
     function: _Function
 
 
-class _Body(StrictBody):
+class _ChatBody(StrictBody):
     ignored: ClassVar = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "seed"),
@@ -132,8 +132,8 @@ class _Body(StrictBody):
         "top_logprobs": (0,),
     }
     model: str = ""
-    messages: list[Annotated[_Given | _Answered | _ToolAnswer, Field(discriminator="role")]] = Field(min_length=1)
-    tools: list[_Tool] = Field(default=[], max_length=1024)
+    messages: list[Annotated[_ChatInput | _ChatAnswer | _ToolAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    tools: list[_ChatTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(read_choice)] = "auto"
     n: int = Field(default=1, ge=1)
     stream: bool = False
@@ -149,7 +149,7 @@ class _Body(StrictBody):
     logprobs: bool = False
     return_token_ids: bool = False
 
-    def asked(self, setting: Setting) -> Asked:
+    def asked(self, setting: Setting) -> EndpointRequest:
         if self.n > setting.max_choices:
             raise Refusal(
                 f"n={self.n} is more than {setting.max_choices}",
@@ -159,7 +159,7 @@ class _Body(StrictBody):
         functions = [tool.function for tool in self.tools] if self.tool_choice == "auto" else []
         tools = tuple(Tool(name=f.name, description=f.description, parameters=f.parameters) for f in functions)
         refuse_same_names(tools)
-        return Asked(
+        return EndpointRequest(
             messages=named_answers(message.message() for message in self.messages),
             tools=tools,
             options=ChatOptions(
@@ -179,9 +179,9 @@ class _Body(StrictBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    body: _Body
-    asked: Asked
+class _ChatExchange:
+    body: _ChatBody
+    asked: EndpointRequest
     setting: Setting
 
     def whole(self, replies: Sequence[Reply]) -> Json:
@@ -191,8 +191,8 @@ class _Exchange:
             choices.append({"index": index, "message": message, **self.end(reply)})
         return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
 
-    def stream(self) -> _Telling:
-        return _Telling(self)
+    def stream(self) -> _ChatStream:
+        return _ChatStream(self)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         name, created_s = f"chatcmpl-{self.setting.name}", self.setting.created_s
@@ -207,38 +207,38 @@ class _Exchange:
         return {"logprobs": logprobs, "finish_reason": _finish(reply), "stop_reason": reply.stop_reason, **ids}
 
 
-class _Telling:
+class _ChatStream:
     """Chunks: each adds a delta to one of the choices."""
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _ChatExchange) -> None:
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
         self._begun: set[int] = set()
 
-    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         yield from self._begin(choice)
         for name, text in (("reasoning_content", piece.reasoning), ("content", piece.content)):
             if text:
                 yield self._chunk(choice, {name: text})
 
-    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         for choice, reply in enumerate(replies):
             yield from self._begin(choice)
             for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
                 yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
             yield self._chunk(choice, {}, **self._exchange.end(reply))
         if self._usage:
-            yield Event("", {**self._exchange.frame("chat.completion.chunk", []), "usage": _usage(replies)})
-        yield Event("", "[DONE]")
+            yield SseEvent("", {**self._exchange.frame("chat.completion.chunk", []), "usage": _usage(replies)})
+        yield SseEvent("", "[DONE]")
 
-    def _begin(self, choice: int) -> Iterator[Event]:
+    def _begin(self, choice: int) -> Iterator[SseEvent]:
         if choice not in self._begun:
             self._begun.add(choice)
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
-    def _chunk(self, choice: int, delta: Json, **more: Any) -> Event:
+    def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:
         told = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return Event("", {**self._exchange.frame("chat.completion.chunk", [told]), **self._usage})
+        return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [told]), **self._usage})
 
 
 def _message(message: Message) -> Json:
@@ -267,8 +267,8 @@ def _usage(replies: Sequence[Reply]) -> Json:
     }  # fmt: skip
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
-    body = read_body(_Body, tree)
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _ChatExchange:
+    body = read_body(_ChatBody, tree)
     if "stream_options" in body.model_fields_set and not body.stream:
         raise Refusal(
             "stream_options is given, and the answer is no stream",
@@ -282,12 +282,12 @@ def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
             remedy="give max_completion_tokens alone",
             param="max_tokens",
         )
-    return _Exchange(body=body, asked=body.asked(setting), setting=setting)
+    return _ChatExchange(body=body, asked=body.asked(setting), setting=setting)
 
 
-CHAT = Dialect(
+CHAT = ChatProtocol(
     understand=_understand,
     refusal=Refusal.body,
-    broken=lambda refusal: Event("", refusal.body()),
+    broken=lambda refusal: SseEvent("", refusal.body()),
     ping=b": sampling\n\n",
 )

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from headrace.env.base import Piece
-from headrace.rollout.endpoint.base import Event, Json
+from headrace.env.base import AnswerPiece
+from headrace.rollout.endpoint.base import Json, SseEvent
 from headrace.types.chat import Reply
 
 
@@ -37,7 +37,7 @@ class ItemTelling:
         """Of the item at that place that is not told to its end; empty where there is none."""
         self._said = ""
 
-    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         yield from self._begin()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if not text:
@@ -51,7 +51,7 @@ class ItemTelling:
             more: Json = {"logprobs": []} if "logprobs" in part else {}
             yield self._about(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
-    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         whole = self._whole(replies)
         yield from self._begin()
         if self._kind:
@@ -64,7 +64,7 @@ class ItemTelling:
                 yield from self._close(item)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def _begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[SseEvent]:
         if not self._is_begun:
             self._is_begun = True
             yield self._event("response.created", response=self._begun)
@@ -76,14 +76,14 @@ class ItemTelling:
             return thought_item(self._name, self._said)
         return message_item(self._name, self._said, "completed", [])
 
-    def _open(self, kind: str) -> Iterator[Event]:
+    def _open(self, kind: str) -> Iterator[SseEvent]:
         self._place, self._kind, self._said = self._place + 1, kind, ""
         item = self._item()
         begun = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
         yield self._event("response.output_item.added", output_index=self._place, item=begun)
         yield self._about("response.content_part.added", content_index=0, part=item["content"][0])
 
-    def _close(self, item: Json) -> Iterator[Event]:
+    def _close(self, item: Json) -> Iterator[SseEvent]:
         part = item["content"][0]
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
         yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
@@ -91,7 +91,7 @@ class ItemTelling:
         yield self._event("response.output_item.done", output_index=self._place, item=item)
         self._kind = ""
 
-    def _call(self, item: Json) -> Iterator[Event]:
+    def _call(self, item: Json) -> Iterator[SseEvent]:
         self._place += 1
         begun = {**item, "arguments": "", "status": "in_progress"}
         kind, about = "response.function_call_arguments", {"item_id": item["id"], "output_index": self._place}
@@ -100,9 +100,9 @@ class ItemTelling:
         yield self._event(f"{kind}.done", **about, name=item["name"], arguments=item["arguments"])
         yield self._event("response.output_item.done", output_index=self._place, item=item)
 
-    def _about(self, kind: str, **fields: Any) -> Event:
+    def _about(self, kind: str, **fields: Any) -> SseEvent:
         """An event of the open item."""
         return self._event(kind, item_id=self._item()["id"], output_index=self._place, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        return Event(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})
+    def _event(self, kind: str, **fields: Any) -> SseEvent:
+        return SseEvent(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})

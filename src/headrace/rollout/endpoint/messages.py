@@ -12,12 +12,12 @@ from pydantic_core import PydanticCustomError
 
 from headrace.engine.server.refusal import Refusal
 from headrace.engine.server.strict import StrictBody, read_body, read_stop
-from headrace.env.base import Piece
-from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
+from headrace.env.base import AnswerPiece
+from headrace.rollout.endpoint.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
     NAME,
-    Part,
+    BodyPart,
     json_object,
     named_answers,
     refuse_same_names,
@@ -42,20 +42,20 @@ _ERRORS = {
 }
 
 
-class _TextBlock(Part):
+class _TextBlock(BodyPart):
     type: Literal["text"]
     text: str
     cache_control: Any = None
     citations: list[Any] = Field(default=[], max_length=0)
 
 
-class _Thinking(Part):
+class _Thinking(BodyPart):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class _ToolUse(Part):
+class _ToolUse(BodyPart):
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1)
@@ -68,7 +68,7 @@ class _ToolUse(Part):
         return ToolCall(id=self.id, name=self.name, arguments=arguments)
 
 
-class _ToolResult(Part):
+class _ToolResult(BodyPart):
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Text = ""
@@ -83,7 +83,7 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class _Given(Part):
+class _MessagesInput(BodyPart):
     role: Literal["user"]
     content: Annotated[
         list[Annotated[_TextBlock | _ToolResult, Field(discriminator="type")]], BeforeValidator(_as_blocks)
@@ -104,7 +104,7 @@ class _Given(Part):
             yield Message(role="user", content="".join(texts))
 
 
-class _Answered(Part):
+class _MessagesAnswer(BodyPart):
     role: Literal["assistant"]
     content: Annotated[
         list[Annotated[_TextBlock | _Thinking | _ToolUse, Field(discriminator="type")]], BeforeValidator(_as_blocks)
@@ -120,7 +120,7 @@ class _Answered(Part):
         )
 
 
-class _Tool(Part):
+class _MessagesTool(BodyPart):
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -142,7 +142,7 @@ def _read_choice(value: object) -> str:
     )
 
 
-class _Think(Part):
+class _Think(BodyPart):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int = Field(default=0, ge=0)
     """A wish: the policy thinks as long as it does."""
@@ -155,11 +155,11 @@ class _Think(Part):
         return self.type != "disabled" and self.display != "omitted"
 
 
-class _OutputConfig(Part):
+class _OutputConfig(BodyPart):
     effort: str = ""
 
 
-class _Read(StrictBody):
+class _MessagesPrompt(StrictBody):
     """What is to be read."""
 
     ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
@@ -172,8 +172,8 @@ class _Read(StrictBody):
     }
     model: str = ""
     system: _Text = ""
-    messages: list[Annotated[_Given | _Answered, Field(discriminator="role")]] = Field(min_length=1)
-    tools: list[_Tool] = Field(default=[], max_length=1024)
+    messages: list[Annotated[_MessagesInput | _MessagesAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    tools: list[_MessagesTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(_read_choice)] = "auto"
     thinking: _Think = _Think(type="disabled")
     output_config: _OutputConfig = _OutputConfig()
@@ -191,7 +191,7 @@ class _Read(StrictBody):
         return tools
 
 
-class _Body(_Read):
+class _MessagesBody(_MessagesPrompt):
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
     stream: bool = False
@@ -201,9 +201,9 @@ class _Body(_Read):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    body: _Body
-    asked: Asked
+class _MessagesExchange:
+    body: _MessagesBody
+    asked: EndpointRequest
     setting: Setting
 
     def whole(self, replies: Sequence[Reply]) -> Json:
@@ -217,8 +217,8 @@ class _Exchange:
             "usage": {**begun["usage"], "output_tokens": reply.num_tokens},
         }
 
-    def stream(self) -> _Telling:
-        return _Telling(self)
+    def stream(self) -> _MessagesStream:
+        return _MessagesStream(self)
 
     def begun(self, num_prompt_tokens: int) -> Json:
         """The body of an answer of which nothing has been said."""
@@ -248,17 +248,17 @@ class _Exchange:
         return blocks
 
 
-class _Telling:
+class _MessagesStream:
     """A message whose blocks are told one after the other: what was thought, what was said, what is called."""
 
-    def __init__(self, exchange: _Exchange) -> None:
+    def __init__(self, exchange: _MessagesExchange) -> None:
         self._exchange = exchange
         self._is_begun = False
         self._place = -1
         self._open = ""
         """Type of the block at that place that is not told to its end; empty where there is none."""
 
-    def grow(self, choice: int, piece: Piece) -> Iterator[Event]:
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         yield from self._begin(piece.num_prompt_tokens)
         if piece.reasoning and self._exchange.body.thinking.shown:
             yield from self._enter({"type": "thinking", "thinking": "", "signature": ""})
@@ -267,7 +267,7 @@ class _Telling:
             yield from self._enter({"type": "text", "text": "", "citations": None})
             yield self._delta(type="text_delta", text=piece.content)
 
-    def end(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         whole = self._exchange.whole(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
         for block in whole["content"][self._place + 1 :]:
@@ -280,12 +280,12 @@ class _Telling:
         yield _event("message_delta", delta=end, usage=whole["usage"])
         yield _event("message_stop")
 
-    def _begin(self, num_prompt_tokens: int) -> Iterator[Event]:
+    def _begin(self, num_prompt_tokens: int) -> Iterator[SseEvent]:
         if not self._is_begun:
             self._is_begun = True
             yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
 
-    def _enter(self, blank: Json, *, again: bool = False) -> Iterator[Event]:
+    def _enter(self, blank: Json, *, again: bool = False) -> Iterator[SseEvent]:
         """What is told next stands in a block of this type; ``again``: in another one than what was told last."""
         if self._open == blank["type"] and not again:
             return
@@ -293,10 +293,10 @@ class _Telling:
         self._place, self._open = self._place + 1, blank["type"]
         yield _event("content_block_start", index=self._place, content_block=blank)
 
-    def _delta(self, **delta: str) -> Event:
+    def _delta(self, **delta: str) -> SseEvent:
         return _event("content_block_delta", index=self._place, delta=delta)
 
-    def _leave(self) -> Iterator[Event]:
+    def _leave(self) -> Iterator[SseEvent]:
         if self._open == "thinking":
             yield self._delta(type="signature_delta", signature=UNSIGNED)
         if self._open:
@@ -312,19 +312,19 @@ def _stop_reason(reply: Reply) -> str:
     return "tool_use" if reply.message.tool_calls else "end_turn"
 
 
-def _event(kind: str, **fields: Any) -> Event:
-    return Event(kind, {"type": kind, **fields})
+def _event(kind: str, **fields: Any) -> SseEvent:
+    return SseEvent(kind, {"type": kind, **fields})
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
-    body = read_body(_Body, tree)
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _MessagesExchange:
+    body = read_body(_MessagesBody, tree)
     if body.messages[-1].role == "assistant":
         raise Refusal(
             "the last message is the assistant's, and an answer that someone else has begun is not continued",
             remedy="end the messages with what the policy is to answer",
             param="messages",
         )
-    asked = Asked(
+    asked = EndpointRequest(
         messages=body.read(),
         tools=body.offered(),
         options=ChatOptions(max_new_tokens=body.max_tokens, stop=body.stop_sequences),
@@ -336,13 +336,13 @@ def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
             top_k=body.top_k,
         ),
     )
-    return _Exchange(body=body, asked=asked, setting=setting)
+    return _MessagesExchange(body=body, asked=asked, setting=setting)
 
 
-def read_counted(tree: Mapping[str, Any]) -> Asked:
+def read_counted(tree: Mapping[str, Any]) -> EndpointRequest:
     """What ``count_tokens`` asks about."""
-    body = read_body(_Read, tree)
-    return Asked(messages=body.read(), tools=body.offered(), options=ChatOptions())
+    body = read_body(_MessagesPrompt, tree)
+    return EndpointRequest(messages=body.read(), tools=body.offered(), options=ChatOptions())
 
 
 def _refusal(refusal: Refusal) -> Json:
@@ -350,9 +350,9 @@ def _refusal(refusal: Refusal) -> Json:
     return {"type": "error", "error": {"type": kind, "message": f"{refusal.problem}; {refusal.remedy}"}}
 
 
-MESSAGES = Dialect(
+MESSAGES = ChatProtocol(
     understand=_understand,
     refusal=_refusal,
-    broken=lambda refusal: Event("error", _refusal(refusal)),
+    broken=lambda refusal: SseEvent("error", _refusal(refusal)),
     ping=b'event: ping\ndata: {"type": "ping"}\n\n',
 )

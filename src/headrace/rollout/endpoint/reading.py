@@ -21,7 +21,7 @@ HARMLESS = frozenset({"annotations", "cache_control", "citations", "logprobs", "
 """What parts of a text may carry and what changes nothing of it."""
 
 
-class Part(Strict):
+class BodyPart(Strict):
     """A part of a body, in which ``null`` is as if not there."""
 
     @pydantic.model_validator(mode="before")

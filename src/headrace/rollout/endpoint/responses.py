@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Discriminator, Field, PlainValidator, Tag
 
 from headrace.engine.server.refusal import Refusal, shown
 from headrace.engine.server.strict import StrictBody, read_body
-from headrace.rollout.endpoint.base import Asked, Dialect, Event, Json, Setting
+from headrace.rollout.endpoint.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
 from headrace.rollout.endpoint.items import ItemTelling, message_item, thought_item
 from headrace.rollout.endpoint.reading import (
     INT32_MAX,
     NAME,
-    Part,
+    BodyPart,
     named_answers,
     read_choice,
     refuse_same_names,
@@ -31,7 +31,7 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class _Said(Part):
+class _Said(BodyPart):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
@@ -41,7 +41,7 @@ class _Said(Part):
     """Of an assistant's message; changes nothing."""
 
 
-class _Thought(Part):
+class _Thought(BodyPart):
     type: Literal["reasoning"]
     content: Annotated[str, PlainValidator(text_of("reasoning_text"))] = ""
     id: str = ""
@@ -50,7 +50,7 @@ class _Thought(Part):
     status: _Status = "completed"
 
 
-class _Call(Part):
+class _ResponsesCall(BodyPart):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1)
@@ -61,7 +61,7 @@ class _Call(Part):
     status: _Status = "completed"
 
 
-class _CallOutput(Part):
+class _CallOutput(BodyPart):
     type: Literal["function_call_output"]
     call_id: str
     output: _Text
@@ -79,7 +79,7 @@ def _kind(item: object) -> str:
 _Item = Annotated[
     Annotated[_Said, Tag("message")]
     | Annotated[_Thought, Tag("reasoning")]
-    | Annotated[_Call, Tag("function_call")]
+    | Annotated[_ResponsesCall, Tag("function_call")]
     | Annotated[_CallOutput, Tag("function_call_output")],
     Discriminator(_kind),
 ]
@@ -89,7 +89,7 @@ def _as_items(value: object) -> object:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class _Tool(Part):
+class _ResponsesTool(BodyPart):
     type: Literal["function"]
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -98,22 +98,22 @@ class _Tool(Part):
     """Taken for compatibility: the policy writes what it writes."""
 
 
-class _Reasoning(Part):
+class _Reasoning(BodyPart):
     effort: str = ""
     summary: str = ""
     """Never summarized: shown as it was sampled."""
 
 
-class _Format(Part):
+class _Format(BodyPart):
     type: Literal["text"]
 
 
-class _TextConfig(Part):
+class _TextConfig(BodyPart):
     format: _Format = _Format(type="text")
     verbosity: str = ""
 
 
-class _Body(StrictBody):
+class _ResponsesBody(StrictBody):
     ignored: ClassVar = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "max_tool_calls"),
@@ -136,7 +136,7 @@ class _Body(StrictBody):
     previous_response_id: str = ""
     reasoning: _Reasoning = _Reasoning()
     text: _TextConfig = _TextConfig()
-    tools: list[_Tool] = Field(default=[], max_length=1024)
+    tools: list[_ResponsesTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(read_choice)] = "auto"
     stream: bool = False
     max_output_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
@@ -165,17 +165,17 @@ class _Body(StrictBody):
         return named_answers((*before, *_messages(self.input)))
 
 
-def _messages(items: Sequence[_Said | _Thought | _Call | _CallOutput]) -> Iterator[Message]:
+def _messages(items: Sequence[_Said | _Thought | _ResponsesCall | _CallOutput]) -> Iterator[Message]:
     """Items as messages: reasoning, text and calls that stand in this order are one message of the policy."""
     rank: list[int] = []  # of the items of the message that is put together
-    parts: list[_Said | _Thought | _Call] = []
+    parts: list[_Said | _Thought | _ResponsesCall] = []
     for item in items:
         own = _rank(item)
         if rank and (own is None or own < rank[-1] or own == rank[-1] < 2):
             yield _joined(parts)
             rank, parts = [], []
         match item:
-            case _Said() | _Thought() | _Call() if own is not None:
+            case _Said() | _Thought() | _ResponsesCall() if own is not None:
                 rank.append(own)
                 parts.append(item)
             case _Said():
@@ -187,20 +187,20 @@ def _messages(items: Sequence[_Said | _Thought | _Call | _CallOutput]) -> Iterat
         yield _joined(parts)
 
 
-def _rank(item: _Said | _Thought | _Call | _CallOutput) -> int | None:
+def _rank(item: _Said | _Thought | _ResponsesCall | _CallOutput) -> int | None:
     """Its place in a message of the policy; ``None`` for what the policy did not write."""
     match item:
         case _Thought():
             return 0
         case _Said(role="assistant"):
             return 1
-        case _Call():
+        case _ResponsesCall():
             return 2
     return None
 
 
-def _joined(parts: Sequence[_Said | _Thought | _Call]) -> Message:
-    calls = (part for part in parts if isinstance(part, _Call))
+def _joined(parts: Sequence[_Said | _Thought | _ResponsesCall]) -> Message:
+    calls = (part for part in parts if isinstance(part, _ResponsesCall))
     return Message(
         role="assistant",
         content="".join(part.content for part in parts if isinstance(part, _Said)),
@@ -210,9 +210,9 @@ def _joined(parts: Sequence[_Said | _Thought | _Call]) -> Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exchange:
-    body: _Body
-    asked: Asked
+class _ResponsesExchange:
+    body: _ResponsesBody
+    asked: EndpointRequest
     said: tuple[Message, ...]
     setting: Setting
 
@@ -295,14 +295,14 @@ def _usage(reply: Reply) -> Json:
     }
 
 
-def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
-    body = read_body(_Body, tree)
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _ResponsesExchange:
+    body = read_body(_ResponsesBody, tree)
     said = body.said(setting.histories)
     given = body.tools if body.tool_choice == "auto" else []
     tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in given)
     refuse_same_names(tools)
     opening = (Message(role="system", content=body.instructions),) if body.instructions else ()
-    asked = Asked(
+    asked = EndpointRequest(
         messages=(*opening, *said),
         tools=tools,
         options=ChatOptions(max_new_tokens=body.max_output_tokens),
@@ -313,13 +313,13 @@ def _understand(tree: Mapping[str, Any], setting: Setting) -> _Exchange:
             top_p=body.top_p,
         ),
     )
-    return _Exchange(body=body, asked=asked, said=said, setting=setting)
+    return _ResponsesExchange(body=body, asked=asked, said=said, setting=setting)
 
 
-def _broken(refusal: Refusal) -> Event:
+def _broken(refusal: Refusal) -> SseEvent:
     error = refusal.body()["error"]
     told = {name: error[name] for name in ("code", "message", "param")}
-    return Event("error", {"type": "error", "sequence_number": 0, **told, "error": error})
+    return SseEvent("error", {"type": "error", "sequence_number": 0, **told, "error": error})
 
 
-RESPONSES = Dialect(understand=_understand, refusal=Refusal.body, broken=_broken, ping=b": sampling\n\n")
+RESPONSES = ChatProtocol(understand=_understand, refusal=Refusal.body, broken=_broken, ping=b": sampling\n\n")

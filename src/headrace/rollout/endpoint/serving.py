@@ -16,8 +16,8 @@ from headrace.engine.server.refusal import shown
 from headrace.engine.server.shell import HttpServer, ShellLimits
 from headrace.env.base import OpenEpisode
 from headrace.errors import RunError
-from headrace.rollout.endpoint.app import Desk, make_app
-from headrace.rollout.endpoint.base import Access, Limits
+from headrace.rollout.endpoint.app import EndpointDispatcher, make_app
+from headrace.rollout.endpoint.base import Access, SessionLimits
 from headrace.rollout.endpoint.sessions import Sessions
 from headrace.types.sampling import Sampling
 
@@ -35,7 +35,7 @@ class At:
     """A PEM file; empty: in clear text."""
     tls_key: str = ""
     """Its key."""
-    limits: Limits = field(default_factory=Limits)
+    limits: SessionLimits = field(default_factory=SessionLimits)
     """What it takes."""
     path: Path | None = None
     """Of a socket at which it listens too."""
@@ -73,7 +73,7 @@ class Endpoint:
         if at.tls_certificate:
             server_context(at.tls_certificate, at.tls_key)
         limits, sessions = at.limits, Sessions(at.limits)
-        desk = Desk(
+        desk = EndpointDispatcher(
             sessions=sessions, limits=limits, clock=clock, on_wish=_Wishes(sampling, warn), agents=agents
         )  # fmt: skip
         with _bound(at.host) as listening, _bound_to(at.path) as more:

@@ -13,16 +13,16 @@ from starlette.datastructures import Headers
 
 from headrace.engine.server.refusal import Refusal
 from headrace.env.base import OpenEpisode
-from headrace.rollout.endpoint.base import Access, Limits
+from headrace.rollout.endpoint.base import Access, SessionLimits
 from headrace.types.chat import Message
 
 _PREFIX = "sk-headrace-"
 
 
-class Session:
+class EpisodeSession:
     """One episode's way in. Used with ``async with``: afterwards its key is refused, and none of its requests runs."""
 
-    def __init__(self, episode: OpenEpisode, access: Access, limits: Limits) -> None:
+    def __init__(self, episode: OpenEpisode, access: Access, limits: SessionLimits) -> None:
         self.episode = episode
         self.access = access
         self.histories: dict[str, tuple[Message, ...]] = {}
@@ -85,18 +85,18 @@ class Session:
 class Sessions:
     """All sessions that are open, by their keys. A key that was ever given is known for ever, and takes no memory."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
         self._secret = secrets.token_bytes(32)
         self._num_given = 0
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, EpisodeSession] = {}
 
     @asynccontextmanager
     async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
         """A session for the body's duration."""
         serial = self._num_given
         self._num_given += 1
-        session = Session(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
+        session = EpisodeSession(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
         self._sessions[serial] = session
         try:
             async with session as access:
@@ -104,7 +104,7 @@ class Sessions:
         finally:
             del self._sessions[serial]
 
-    def find(self, headers: Headers) -> Session:
+    def find(self, headers: Headers) -> EpisodeSession:
         """Whose request it is; raises :class:`Refusal`."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What one run may use; what is over is killed, and the reason told."""
 
     wall_s: float = 10.0

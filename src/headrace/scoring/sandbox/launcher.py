@@ -51,7 +51,7 @@ def tell(descriptor: int, record: Order) -> None:
     os.write(descriptor, json.dumps(record).encode() + b"\n")
 
 
-class Keeper:
+class CommandKeeper:
     """One command, from its start to the end of the last process that it started."""
 
     def __init__(self, order: Order) -> None:
@@ -218,7 +218,7 @@ def jailed() -> None:
     while len(data) < size:
         data += os.read(0, PIPE_BYTES) or _gone()
     order = json.loads(data)
-    keeper = Keeper(order)
+    keeper = CommandKeeper(order)
     os.set_inheritable(order["report"], False)
     keeper.prepare()
     first = keeper.start()
@@ -240,7 +240,7 @@ def kept(order: Order) -> None:
     die_with_line(order["line"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output, theirs = os.pipe()
-    keeper = Keeper(order)
+    keeper = CommandKeeper(order)
     keeper.prepare()
     log = os.dup(2)
     for descriptor in (1, 2):

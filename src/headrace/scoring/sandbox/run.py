@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.clock import RealClock
 from headrace.errors import ConfigError
-from headrace.scoring.sandbox.base import Finished, Limits, Reason
+from headrace.scoring.sandbox.base import Finished, Reason, SandboxLimits
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -42,7 +42,7 @@ def run(
     *,
     stdin: str | bytes = b"",
     files: Mapping[str, str | bytes] | None = None,
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     readable: Sequence[str] = (),
 ) -> Finished:
     """Run ``argv`` to its end, and everything that it starts with it. Blocks: in asynchronous code, call it by
@@ -56,7 +56,7 @@ def run(
     >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout
     'hi /tmp\\n'
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     _refuse(argv, files or {}, limits)
     with tempfile.TemporaryDirectory(prefix="headrace-jail-", ignore_cleanup_errors=True) as scratch:
         order = {
@@ -67,19 +67,23 @@ def run(
             "files": {name: _encoded(content) for name, content in (files or {}).items()},
             "readable": _readable(readable),
             "scratch": scratch,
-            "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+            "limits": {name: getattr(limits, name) for name in SandboxLimits.__slots__},
         }
-        return _Running(order, limits).finish()
+        return _RunningLauncher(order, limits).finish()
 
 
 def run_python(
-    code: str, *, stdin: str | bytes = b"", files: Mapping[str, str | bytes] | None = None, limits: Limits | None = None
+    code: str,
+    *,
+    stdin: str | bytes = b"",
+    files: Mapping[str, str | bytes] | None = None,
+    limits: SandboxLimits | None = None,
 ) -> Finished:
     """Run ``code`` as a program of this Python, in isolated mode; the packages that are installed can be imported.
 
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
-    >>> run_python("while True: pass", limits=Limits(wall_s=0.5)).reason
+    >>> run_python("while True: pass", limits=SandboxLimits(wall_s=0.5)).reason
     <Reason.WALL_TIME: 'wall_time'>
     """
     return run(
@@ -90,13 +94,13 @@ def run_python(
     )
 
 
-def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: Limits) -> None:
+def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: SandboxLimits) -> None:
     if isinstance(argv, str) or not argv or not os.path.isabs(argv[0]):
         raise ConfigError(f"argv={argv!r} does not begin with the path of a program", remedy="give the whole path")
     for name in files:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ConfigError(f"files={name!r} is not a plain name", remedy="give names without folders")
-    for name in Limits.__slots__:
+    for name in SandboxLimits.__slots__:
         if getattr(limits, name) <= 0:
             raise ConfigError(f"limits.{name}={getattr(limits, name)} leaves nothing", remedy=f"set {name} > 0")
 
@@ -116,10 +120,10 @@ def _readable(more: Sequence[str]) -> list[str]:
     return shown
 
 
-class _Running:
+class _RunningLauncher:
     """A launcher at work, and what has come out of it so far."""
 
-    def __init__(self, order: dict[str, Any], limits: Limits) -> None:
+    def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
         self._limits = limits
         report, theirs = os.pipe()
         try:
@@ -233,7 +237,7 @@ class _Running:
         return msgspec.structs.replace(told, **change)
 
 
-def _by_signal(number: int, cpu_s: float, limits: Limits) -> Reason:
+def _by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
     """The kernel's own way to say that the processor time is used up is a signal."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Reason.CPU_TIME

@@ -23,7 +23,7 @@ from headrace.clock import RealClock
 from headrace.engine import EngineConfig
 from headrace.engine.local import LocalEngine
 from headrace.engine.native import NativeEngine
-from headrace.engine.served.launching import Wanted
+from headrace.engine.served.launching import ServeRequirements
 from headrace.errors import RequestError
 from headrace.models import ModelConfig, load_model
 from headrace.models.rope import context_limit
@@ -34,7 +34,7 @@ __all__ = ["FakeServer", "fake_server"]
 
 
 @contextmanager
-def fake_server(kind: str, wanted: Wanted) -> Iterator[tuple[str, FakeServer]]:
+def fake_server(kind: str, wanted: ServeRequirements) -> Iterator[tuple[str, FakeServer]]:
     """The URL of a server of ``kind`` that was started for ``wanted``, and the server."""
     routes = {"vllm": vllm.ROUTES, "sglang": sglang.ROUTES}[kind]
     started: list[FakeServer] = []
@@ -67,7 +67,7 @@ def fake_server(kind: str, wanted: Wanted) -> Iterator[tuple[str, FakeServer]]:
 
 
 @asynccontextmanager
-async def _engine(wanted: Wanted) -> AsyncIterator[FakeServer]:
+async def _engine(wanted: ServeRequirements) -> AsyncIterator[FakeServer]:
     model = load_model(ModelConfig(path=wanted.path, lora=wanted.lora))
     files = Files(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)

@@ -47,12 +47,16 @@ def _refuse(reason: str) -> Any:
     raise msgspec.ValidationError(reason)
 
 
-class Codec:
+class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End now: the same order to every part."""
+
+
+class MessageCodec:
     """Encodes any message and decodes exactly the messages of one receiver.
 
     >>> import numpy as np
     >>> from headrace.types.messages import engine
-    >>> codec = Codec(engine.Message)
+    >>> codec = MessageCodec(engine.Message)
     >>> codec.decode(codec.encode(engine.Abort(request_ids=(1, 2))))
     Abort(request_ids=(1, 2))
     """

@@ -225,7 +225,7 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What it gave to ``log_extra``: for each completion its columns; empty where it gave nothing."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An episode that runs in an environment worker wants an answer of the model."""
 
     episode: int
@@ -298,4 +298,4 @@ Answer = (
 """What answers an order, by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """What tells with its ``spans`` what the part was busy with."""
-Message = Ready | Working | Failure | Chunks | Asked | Alive | Leaving | Left | Answer
+Message = Ready | Working | Failure | Chunks | ModelQuery | Alive | Leaving | Left | Answer

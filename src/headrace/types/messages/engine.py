@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from headrace.types.messages.codec import Shutdown
 from headrace.types.recorded import KeptSets, Routing
 from headrace.types.sampling import Sampling
 from headrace.types.tokens import IntColumn
@@ -26,7 +27,7 @@ class StaleFork(enum.StrEnum):
     ended, waits, or has begun again) is computed under the weights in use."""
 
 
-class Fork(msgspec.Struct, frozen=True, kw_only=True):
+class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Begin from another sequence's prompt and its first sampled tokens."""
 
     parent: int
@@ -47,7 +48,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Higher ones join first and are preempted last."""
     deadline_s: float | None = None
     """Seconds from its arrival after which it ends with what it has; ``None`` for no deadline."""
-    fork: Fork | None = None
+    fork: ForkRequest | None = None
     """Continue another sequence instead of beginning from a prompt; ``None`` for a prompt."""
     pinned: bool = False
     """Go on under the weights it began with, whatever is committed meanwhile."""
@@ -84,7 +85,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     mode: Interrupt = Interrupt.INFLIGHT
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ScoreTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The logprob of each of these tokens but the first, under the weights in use, of several adapters the policy's;
     nothing is sampled."""
 
@@ -116,8 +117,4 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now."""
-
-
-Message = Generate | Abort | Stage | Commit | Score | Pause | Resume | Shutdown
+Message = Generate | Abort | Stage | Commit | ScoreTokens | Pause | Resume | Shutdown

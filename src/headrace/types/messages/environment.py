@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from headrace.types.chat import Reply
+from headrace.types.messages.codec import Shutdown
 from headrace.types.tokens import IntColumn
 
 
@@ -32,7 +33,7 @@ class Replied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reply: Reply
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AnswerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """There is no answer."""
 
     ask: int
@@ -51,8 +52,4 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now."""
-
-
-Message = RunEpisode | Replied | Refused | Cancel | Shutdown
+Message = RunEpisode | Replied | AnswerRefused | Cancel | Shutdown

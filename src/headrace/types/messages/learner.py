@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from headrace.types.batch import Batch
+from headrace.types.messages.codec import Shutdown
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,10 +46,6 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     directory: str
-
-
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now."""
 
 
 Message = Train | Logprobs | Publish | Resend | Save | Shutdown

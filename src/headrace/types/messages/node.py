@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 
-class Knock(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A machine wants to join."""
 
     token: str
@@ -46,7 +46,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run's secret, for the processes that it will start."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """It may not, or not any more."""
 
     problem: str
@@ -74,7 +74,7 @@ class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The run has ended."""
 
 
-AtTheDoor = Welcome | Refused
-"""The answer to a :class:`Knock`."""
-Message = Do | Drop | Refused | Farewell
+AtTheDoor = Welcome | JoinRefused
+"""The answer to a :class:`JoinRequest`."""
+Message = Do | Drop | JoinRefused | Farewell
 """What it hears afterwards."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.types.messages.codec import Shutdown
 from headrace.types.tokens import IntColumn
 
 
@@ -38,7 +39,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         raise AttributeError(f"trainer_state has no {name!r} here; it has {known}")
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Completions to score against one row: one, or all of a group for a reward function over lists."""
 
     call: int
@@ -58,8 +59,4 @@ class Score(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Where the run is; only where the reward asks for it."""
 
 
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End now."""
-
-
-Message = Score | Shutdown
+Message = ScoreCompletions | Shutdown

@@ -41,7 +41,7 @@ class Carried:
         """``device``: the worker's, through which NCCL brings them."""
         self._device = device
         self._group: _Group | None = None
-        self._room = _Room()
+        self._room = _SharedDirectory()
         self._said: dict[str, Any] = {}
         self._changing = threading.Lock()
 
@@ -161,7 +161,7 @@ class _Group:
         return digest.hexdigest()
 
 
-class _Room:
+class _SharedDirectory:
     """A directory in the shared memory of this machine, which only this user can enter. What others left when they were
     killed is removed."""
 
