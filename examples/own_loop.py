@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 import headrace
-from headrace.clock import RealClock
-from headrace.observe import METRICS_FILE, JsonlWriter, write_report
-from headrace.recipes.demo import build_demo
-from headrace.recipes.demo.reward import reward
-from headrace.types.observation import StepRecord
+from headrace.base.clock import RealClock
+from headrace.base.types.observation import StepRecord
+from headrace.run.observe import METRICS_FILE, JsonlWriter, write_report
+from headrace.wings.recipes.demo import build_demo
+from headrace.wings.recipes.demo.reward import reward
 
 
 async def train(policy, home, metrics, steps):

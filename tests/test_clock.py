@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.clock import RealClock, VirtualClock, VirtualDeadlock, off_loop, run_virtual
+from headrace.base.clock import RealClock, VirtualClock, VirtualDeadlock, off_loop, run_virtual
 
 
 def test_virtual_day_passes_at_once_and_is_measured_exactly() -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headrace.environ import become_engine, engine_environment
+from headrace.base.environ import become_engine, engine_environment
 from headrace.launch.starts import EngineStart, ScorerStart, extra_environment
 
 ENGINE = EngineStart(model={}, engine={}, max_context=8, num_threads=1)

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from headrace import errors
-from headrace.errors import HeadraceError, nearest
+from headrace.base import errors
+from headrace.base.errors import HeadraceError, nearest
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, HeadraceError)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-HEADRACE = "from headrace.cli import main; main()"
+HEADRACE = "from headrace.run.cli import main; main()"
 ROOT = Path(__file__).parents[1]
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 from tasks import TASKS, Task
 
-from headrace.bench.base import at_least, at_most, report
-from headrace.clock import RealClock
+from headrace.wings.bench.base import at_least, at_most, report
+from headrace.base.clock import RealClock
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")

@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from headrace.observe import load_run
-from headrace.session import load_config, train
+from headrace.run.observe import load_run
+from headrace.run.session import load_config, train
 
 
 def run_file(task: dict) -> Path:

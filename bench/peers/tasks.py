@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.recipes.demo import build_demo
+from headrace.wings.recipes.demo import build_demo
 
 LONG_MEAN, LONG_MOST = 128, 512
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
+from headrace.base.errors import LedgerError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey
+from headrace.base.types.group import GroupState
+from headrace.base.types.tokens import Tokens
 from headrace.control.recovery import starting_point
-from headrace.errors import LedgerError
 from headrace.flow.ledger import Ledger
 from headrace.flow.ledger.opening import SQLITE_FILE, open_ledger
-from headrace.session.config import RunConfig
-from headrace.session.replaying import replay
-from headrace.types.episode import EpisodeGraph, EpisodeKey
-from headrace.types.group import GroupState
-from headrace.types.tokens import Tokens
+from headrace.run.session.config import RunConfig
+from headrace.run.session.replaying import replay
 
 Answers = dict[tuple[EpisodeKey, int], Tokens]
 """What was sampled, by episode and number of the turn among those that a policy sampled."""

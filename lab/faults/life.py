@@ -19,10 +19,10 @@ from typing import Literal
 
 import psutil
 
-from headrace.bench.program import training
-from headrace.clock import RealClock
-from headrace.environ import shared_memory_root
+from headrace.base.clock import RealClock
+from headrace.base.environ import shared_memory_root
 from headrace.launch.leases import sweep
+from headrace.wings.bench.program import training
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment"]
 LIFE_MAY_TAKE_S = 300.0

@@ -22,14 +22,14 @@ from typing import get_args
 
 import numpy as np
 
-from headrace.bench.base import Report, Row, Target, at_most, report
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import RunError
 from headrace.control.saving import CHECKPOINTS
-from headrace.errors import RunError
 from headrace.flow.ledger.opening import has_ledger
-from headrace.recipes.demo import build_demo
-from headrace.session import load_config
-from headrace.session.directory import read_summary
+from headrace.run.session import load_config
+from headrace.run.session.directory import read_summary
+from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.recipes.demo import build_demo
 from lab.faults.books import Held, Verdict, held, judge, same_weights
 from lab.faults.life import HUNG, Life, Moment, Part, leftovers, live
 
@@ -112,7 +112,7 @@ def measure(tell: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Rep
     """``runs`` runs, of the seeds from ``seed`` on."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
-        sources = stack.enter_context(as_file(files("headrace.bench")))
+        sources = stack.enter_context(as_file(files("headrace.wings.bench")))
         scene = _undisturbed(directory, sources, tell)
         rows = []
         for each in range(seed, seed + runs):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.types.sampling import Sampling
+from headrace.base.types.sampling import Sampling
 
 ROWS = 3
 """Length of every axis of an array but one of its kinds, and of every column."""

@@ -17,18 +17,18 @@ from typing import Any
 
 import msgspec
 
-from headrace.bridges.atropos import Answers, read_batch
-from headrace.errors import DataError, LedgerError, RunError
+from headrace.base.errors import DataError, LedgerError, RunError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.scored import Learned
 from headrace.flow.ledger.base import Move, Operation, Submit
 from headrace.flow.ledger.bundles import decode_entry, encode_bundle
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_learned, decode_turns, encode_learned, encode_turns
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
-from headrace.types.episode import EpisodeGraph, EpisodeKey, Turn
-from headrace.types.group import GroupState
-from headrace.types.messages import controller, engine, environment, learner, node, scorer
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.scored import Learned
+from headrace.wings.bridges.atropos import Answers, read_batch
 from lab.fuzz.change import changed_json, changed_msgpack
 from lab.fuzz.examples import example
 from lab.fuzz.weights import weight_formats

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeKey, StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EnginePolicy
 from headrace.rollout import EpisodeLimits as Budgets
-from headrace.rollout.endpoint import At, Endpoint, SessionLimits
 from headrace.sync.http import HttpInbox
-from headrace.types.episode import EpisodeKey, StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
+from headrace.wings.agents import At, Endpoint, SessionLimits
 
 SESSIONS = 400
 TOKEN = "the token of nobody but this bench"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from headrace.environ import program_environment
-from headrace.errors import ComponentDied
+from headrace.base.environ import program_environment
+from headrace.base.errors import ComponentDied
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.sqlite import SqliteLedger
 from headrace.models.tiny import TinySpec, make_tiny
@@ -30,7 +30,7 @@ ANSWER_S = 60.0
 START_S = 120.0
 PER_KEY = 60
 """Requests of one session before the next one's turn: its conversation grows."""
-_PROGRAM = "from headrace.cli import main; main()"
+_PROGRAM = "from headrace.run.cli import main; main()"
 Tree = dict[str, Any]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from headrace.bench.base import Report, Row, at_least, at_most, report
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 from lab.fuzz.formats import Format, formats
 from lab.fuzz.live import Counted, LiveFormat, hosts, live_formats, send_all
 from lab.fuzz.weights import Forged

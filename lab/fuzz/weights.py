@@ -12,15 +12,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headrace.errors import NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.weights import WeightUpdate
 from headrace.sync.base import Inbox, Parcel, Sent
 from headrace.sync.codecs import codec_of
 from headrace.sync.files import FilesInbox, FilesOutbox
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.weights import WeightUpdate
 from lab.fuzz.change import changed, changed_msgpack
 
 Row: TypeAlias = tuple[

@@ -8,31 +8,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.base import former
+
 if TYPE_CHECKING:
+    from headrace.base.errors import HeadraceError
     from headrace.control.summary import Summary
-    from headrace.env.interface import Env, StepResult
-    from headrace.env.policy import Episode
-    from headrace.errors import HeadraceError
     from headrace.policy import Policy
-    from headrace.scoring import sandbox
-    from headrace.session import Evaluation, Measures, RunConfig, evaluate, load_config, train
+    from headrace.rollout.environments.interface import Env, StepResult
+    from headrace.rollout.environments.policy import Episode
+    from headrace.rollout.scoring import sandbox
+    from headrace.run.session import Evaluation, Measures, RunConfig, evaluate, load_config, train
 
 __version__ = "0.1.0"
 
+former.install()
+
 _HOMES = {
-    "Env": "headrace.env.interface",
-    "Episode": "headrace.env.policy",
-    "Evaluation": "headrace.session",
-    "HeadraceError": "headrace.errors",
-    "Measures": "headrace.session",
+    "Env": "headrace.rollout.environments.interface",
+    "Episode": "headrace.rollout.environments.policy",
+    "Evaluation": "headrace.run.session",
+    "HeadraceError": "headrace.base.errors",
+    "Measures": "headrace.run.session",
     "Policy": "headrace.policy",
-    "RunConfig": "headrace.session",
-    "StepResult": "headrace.env.interface",
+    "RunConfig": "headrace.run.session",
+    "StepResult": "headrace.rollout.environments.interface",
     "Summary": "headrace.control.summary",
-    "evaluate": "headrace.session",
-    "load_config": "headrace.session",
-    "sandbox": "headrace.scoring",
-    "train": "headrace.session",
+    "evaluate": "headrace.run.session",
+    "load_config": "headrace.run.session",
+    "sandbox": "headrace.rollout.scoring",
+    "train": "headrace.run.session",
 }
 """Public names and the modules they come from: imported when they are first asked for."""
 

@@ -14,7 +14,7 @@ from headrace.algo.advantages.groups import Rae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.registry import rows
 from headrace.algo.shaping import LengthShaping, Overlong
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 
 REWARDS = [1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 3.0]
 GROUPS = [0, 0, 0, 1, 1, 1, 1]

@@ -10,8 +10,8 @@ from headrace import algo
 from headrace.algo.check import check_loss
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.config import validate
-from headrace.errors import ConfigError, DataError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, DataError
 
 GOOD = """
 from headrace.algo.base import TokenLoss

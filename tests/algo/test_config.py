@@ -12,8 +12,8 @@ from headrace.algo.bundles import BUNDLES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.algo.registry import rows
-from headrace.config import validate
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 
 
 def algo(text: str) -> AlgoConfig:

@@ -9,8 +9,8 @@ import torch
 from headrace.algo.base import LossInputs
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.config import validate
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 from tests.algo import references
 from tests.algo.batches import CORRECTIONS, batch, sequences
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from headrace.algo import formulas
 from headrace.algo.registry import options_of, rows
-from headrace.config import Section, descriptions
+from headrace.base.config import Section, descriptions
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
 

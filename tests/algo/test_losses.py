@@ -11,7 +11,7 @@ from headrace.algo.check import check_loss
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.supervised import Distill
 from headrace.algo.objective import Objective
-from headrace.config import Section, validate
+from headrace.base.config import Section, validate
 from tests.algo import references
 from tests.algo.batches import LOSSES, batch, groups, sequences
 

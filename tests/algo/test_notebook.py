@@ -7,7 +7,7 @@ import torch
 
 from headrace import algo
 from headrace.algo.corrections import Tis
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 
 LOG_PI = torch.tensor([[-0.5, -1.0, -2.0], [-0.3, -0.8, -1.5]])
 OLD = LOG_PI + torch.tensor([[0.1, -0.2, 0.3], [0.0, 0.4, -0.1]])

@@ -13,8 +13,8 @@ import torch
 
 from headrace import algo
 from headrace.algo.config import AlgoConfig
-from headrace.config import validate
-from headrace.recipes.systems import recipe
+from headrace.base.config import validate
+from headrace.wings.recipes.systems import recipe
 
 B, T = 6, 7
 LONGEST = 11

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headrace import algo
 from headrace.algo.returns import value_loss
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 def normal(*shape: int) -> Tensor:

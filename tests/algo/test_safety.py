@@ -8,7 +8,7 @@ import torch
 from headrace import algo
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective, usable
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from tests.algo.batches import LOSSES, REDUCTIONS, batch, layout
 
 ONES = torch.ones(2, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench import run_benchmark
+from headrace.wings.bench import run_benchmark
 
 
 @pytest.mark.slow

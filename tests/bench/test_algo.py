@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench import algo, run_benchmark
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.models.tiny import TinySpec
+from headrace.wings.bench import algo, run_benchmark
 
 
 def test_every_case_is_measured_against_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench import engine, run_benchmark
-from headrace.bench.engine_peers import PeerProcess, worker
-from headrace.errors import ComponentDied, ConfigError
+from headrace.base.errors import ComponentDied, ConfigError
 from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.bench import engine, run_benchmark
+from headrace.wings.bench.engine_peers import PeerProcess, worker
 
 
 def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:

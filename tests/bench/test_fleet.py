@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench import fleet, run_benchmark
+from headrace.wings.bench import fleet, run_benchmark
 
 
 def test_a_quick_run_measures_every_figure_but_those_of_real_engines(monkeypatch: pytest.MonkeyPatch) -> None:

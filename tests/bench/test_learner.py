@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.bench import learner, learner_worker, run_benchmark
 from headrace.models.tiny import TinySpec
+from headrace.wings.bench import learner, learner_worker, run_benchmark
 
 ORDER = {"prompt": 3, "lengths": [1, 4, 2, 2, 2, 2, 2, 2, 7, 1], "vocab": 20, "seed": 5}
 

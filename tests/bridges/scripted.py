@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.bridges import load_bridge
-from headrace.env.policy import Episode, EpisodePolicy
+from headrace.base.types.episode import Turn
+from headrace.base.types.sampling import Sampling
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EpisodeLimits
-from headrace.types.episode import Turn
-from headrace.types.sampling import Sampling
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.wings.bridges import load_bridge
 from tests.rollout.models import CHATML, Speaker
 
 PRINTABLE = "\n×" + "".join(map(chr, range(32, 127)))

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import headrace
-from headrace.bridges.atropos import UNMARKED, Answers, AtroposGroup, Registration, registered, serving
-from headrace.errors import DataError, RunError
+from headrace.base.errors import DataError, RunError
 from headrace.policy import Sample, Tokens
+from headrace.wings.bridges.atropos import UNMARKED, Answers, AtroposGroup, Registration, registered, serving
 from tests.bridges.test_own_environments import free_port
 from tests.bridges.test_own_environments import serving as program
 from tests.venvs import python_with
@@ -269,7 +269,7 @@ def readable_before(model_dir: Path, to: Path) -> Path:
 
 
 def test_a_group_that_does_not_fit_together_is_refused() -> None:
-    from headrace.bridges.atropos import _scored
+    from headrace.wings.bridges.atropos import _scored
 
     with pytest.raises(DataError, match="masks of another length"):
         _scored({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]})

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
 from headrace.rollout import EpisodeLimits
 from tests.bridges.scripted import attempts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
 from tests.bridges.scripted import attempts
 from tests.bridges.test_games import halving
 from tests.venvs import python_with, run_tests

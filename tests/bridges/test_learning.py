@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.session import train
+from headrace.run.session import train
 
 ROOT = Path(__file__).parents[2]
 

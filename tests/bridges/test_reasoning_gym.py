@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import reasoning_gym
 
-from headrace.errors import EnvError, EpisodeError
+from headrace.base.errors import EnvError, EpisodeError
 from tests.bridges.scripted import attempts, readable
 
 TASKS = (

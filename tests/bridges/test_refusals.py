@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import headrace.bridges
-from headrace.bridges import BRIDGES, find_bridge
-from headrace.errors import ConfigError
-from headrace.session import load_config
-from headrace.session.prepare import Inputs, prepare
+import headrace.wings.bridges
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config
+from headrace.run.session.prepare import Inputs, prepare
+from headrace.wings.bridges import BRIDGES, find_bridge
 from tests.env.tasks import chat_model
 
 
@@ -20,7 +20,7 @@ def tree(**sections: Any) -> dict[str, Any]:
 
 
 def test_a_missing_library_is_refused_with_what_pip_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headrace.bridges, "find_spec", lambda _: None)
+    monkeypatch.setattr(headrace.wings.bridges, "find_spec", lambda _: None)
     for bridge in BRIDGES.values():
         if not bridge.package:
             continue

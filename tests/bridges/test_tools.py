@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
 from headrace.rollout import EpisodeLimits
 from tests.bridges.scripted import attempts
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError, EnvError
-from headrace.scoring.reward import load_reward
-from headrace.session import evaluate, load_config, train
-from headrace.types.messages.scorer import ScoreCompletions
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring.reward import load_reward
+from headrace.run.session import evaluate, load_config, train
 from tests.bridges.test_reasoning_gym import TASKS
 from tests.bridges.test_tools import SERVER
 from tests.session.runs import make_run

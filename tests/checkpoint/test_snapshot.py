@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.checkpoint import SnapshotState, abandon, begin, commit, latest, read_state, retain, sweep
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
+from headrace.learner.checkpoint import SnapshotState, abandon, begin, commit, latest, read_state, retain, sweep
 from headrace.learner.disk import whole_or_nothing
 
 
@@ -165,8 +165,8 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path):
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from headrace.checkpoint import SnapshotState, begin, commit
-from headrace.errors import CheckpointError
+from headrace.learner.checkpoint import SnapshotState, begin, commit
+from headrace.base.errors import CheckpointError
 
 directory = Path(sys.argv[1])
 unfinished = begin(directory, 2)
@@ -197,6 +197,6 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_reading_snapshots_needs_no_torch():
-    code = "import sys, headrace.checkpoint; print('torch' in sys.modules)"
+    code = "import sys, headrace.learner.checkpoint; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "False"

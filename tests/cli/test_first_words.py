@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "numpy", "matplotlib", "asyncio", "headrace.session", "headrace.control")
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "asyncio", "headrace.run.session", "headrace.control")
 STOP_AT_THE_FIRST_WORDS = f"""
 import os, sys
 class Heard(type(sys.stderr)):
@@ -16,10 +16,10 @@ class Heard(type(sys.stderr)):
         os._exit(0)
 sys.stderr = Heard(sys.stderr.buffer, line_buffering=True)
 sys.argv = ["headrace", *sys.argv[1:]]
-from headrace.cli import main
+from headrace.run.cli import main
 main()
 """
-PROGRAM = "import sys; sys.argv[0] = 'headrace'; from headrace.cli import main; main()"
+PROGRAM = "import sys; sys.argv[0] = 'headrace'; from headrace.run.cli import main; main()"
 VERBS = {
     "train": ["train", "absent.toml"],
     "train --dry-run": ["train", "absent.toml", "--dry-run"],
@@ -56,7 +56,7 @@ def test_verb_speaks_before_its_heavy_imports(arguments: list[str], tmp_path: Pa
 
 
 def test_every_verb_that_may_take_long_is_among_them() -> None:
-    from headrace.cli.app import app
+    from headrace.run.cli.app import app
 
     quick = {"recipes"}
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
-from headrace.cli.app import app
-from headrace.config.user_code import load_file
-from headrace.errors import HeadraceError
+from headrace.base.config.user_code import load_file
+from headrace.base.errors import HeadraceError
+from headrace.run.cli.app import app
 from tests.session.runs import tiny_model
 
 
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_and_no_run_file_is_written(
 @pytest.mark.usefixtures("place")
 def test_what_no_flag_says_is_asked_until_the_answer_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr)
-    monkeypatch.setattr("headrace.cli.init.sys", terminal)
+    monkeypatch.setattr("headrace.run.cli.init.sys", terminal)
     said = init(answers="modle\nmodel\ntrain.jsonl\n")
     assert said.exit_code == 0, said.output
     assert said.output.count("Model (a directory") == 2

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
+from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger import Lengths, SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Move
 from headrace.flow.ledger.survivors import survivors
+from headrace.run.cli.app import app
 from headrace.testing.ledgers import episode, running, trained
-from headrace.types.episode import EpisodeStatus
-from headrace.types.group import GroupState
 from tests.session.runs import make_run, tiny_model, verb
 
 

@@ -6,7 +6,7 @@ import sys
 CODE = """
 import sys
 from typer.testing import CliRunner
-from headrace.cli.app import app
+from headrace.run.cli.app import app
 
 looks = [[verb, "nowhere"] for verb in ("ledger", "status", "view", "report", "trace", "watch")]
 for words in (["--help"], ["recipes"], ["train", "--help"], *looks):

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 import headrace as library
-from headrace.cli import main
-from headrace.cli.ahead import plan_line
-from headrace.cli.output import complain
-from headrace.errors import RunError
-from headrace.session import load_config
+from headrace.base.errors import RunError
+from headrace.run.cli import main
+from headrace.run.cli.ahead import plan_line
+from headrace.run.cli.output import complain
+from headrace.run.session import load_config
 from tests.session.runs import headrace, make_run, tiny_model
 
 

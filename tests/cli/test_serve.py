@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.errors import HeadraceError
+from headrace.base.errors import HeadraceError
+from headrace.run.cli.app import app
 from tests.engine.server_process import DEADLINE_S, Server, make_model, served
 
 

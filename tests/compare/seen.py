@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from headrace.base.types.episode import EpisodeKey
 from headrace.flow.ledger.browse import Browser
 from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
-from headrace.observe.metrics import over_run
-from headrace.observe.rundata import load_run
 from headrace.rollout.runner import episode_seed
-from headrace.types.episode import EpisodeKey
+from headrace.run.observe.metrics import over_run
+from headrace.run.observe.rundata import load_run
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.compare import ComparisonConfig, RecipeRow, compare
-from headrace.compare.picture import compare_png
-from headrace.compare.rows import decided, row_of
-from headrace.compare.tables import COLUMNS, markdown
-from headrace.errors import ConfigError, DataError
-from headrace.recipes.systems import DECIDED, left_open, recipes
-from headrace.session import load_config
-from headrace.session.directory import read_summary, write_json
+from headrace.base.errors import ConfigError, DataError
+from headrace.run.session import load_config
+from headrace.run.session.directory import read_summary, write_json
+from headrace.wings.compare import ComparisonConfig, RecipeRow, compare
+from headrace.wings.compare.picture import compare_png
+from headrace.wings.compare.rows import decided, row_of
+from headrace.wings.compare.tables import COLUMNS, markdown
+from headrace.wings.recipes.systems import DECIDED, left_open, recipes
 from tests.compare.rows import BUSY_ENGINE, BUSY_LEARNER, PROMISES, STEPS, check_depth, check_interrupt
 from tests.compare.rows import check_whatever_is_busy as check_always
 from tests.compare.seen import Seen
@@ -201,7 +201,7 @@ def test_a_recipe_decides_nothing_of_the_task_but_whether_an_adapter_is_trained(
 
 
 def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:
-    from headrace.compare import row_of
+    from headrace.wings.compare import row_of
 
     with pytest.raises(DataError, match="is not a directory"):
         row_of("oat", tmp_path / "none")

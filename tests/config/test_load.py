@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import load_toml, merge, parse_override
-from headrace.errors import ConfigError
+from headrace.base.config import load_toml, merge, parse_override
+from headrace.base.errors import ConfigError
 
 KEYS = st.sampled_from("abc")
 TREES = st.recursive(st.integers(0, 9), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=8)

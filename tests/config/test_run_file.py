@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.session import RunConfig, load_config
+from headrace.base.errors import ConfigError
+from headrace.run.session import RunConfig, load_config
 
 MODEL = {"model": {"path": "m"}}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.user_code import load_file
-from headrace.errors import ConfigError
+from headrace.base.config.user_code import load_file
+from headrace.base.errors import ConfigError
 
 
 def test_file_runs_once_until_it_changes(tmp_path: Path) -> None:

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import checkpoint
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.types.batch import Batch
+from headrace.base.types.observation import Event, StepRecord
+from headrace.base.types.task import Task
+from headrace.base.types.trace import Span
 from headrace.control import Components, Controller, ControlSettings, RunSection, Summary
 from headrace.control.observer import Observers
 from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import InlineWriter, SqliteLedger
-from headrace.session.running import first_cause
+from headrace.learner import checkpoint
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
-from headrace.types.batch import Batch
-from headrace.types.observation import Event, StepRecord
-from headrace.types.task import Task
-from headrace.types.trace import Span
 
 
 class Seen:

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.algo.config import AlgoConfig
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, role_of
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN
 from headrace.control.credit import credit
 from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import collate
-from headrace.errors import ConfigError
 from headrace.flow.filters import KEEP, FilterContext, ZeroVariance
 from headrace.rollout.agents import FROZEN_AGENT
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, role_of
-from headrace.types.scored import ScoredGroup
-from headrace.types.tokens import Tokens
-from headrace.types.versions import FROZEN
 
 MEAN_ONLY = AlgoConfig(advantage={"kind": "grpo", "std": "none"})
 REWARDS = st.floats(-3, 3, width=32)

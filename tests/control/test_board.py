@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import StallError
 from headrace.control.board import ActivityBoard, LoopContract, Standstill
-from headrace.errors import StallError
 
 CONTRACTS = tuple(
     LoopContract(name=name, consumes=f"c-{name}", produces=f"p-{name}", waits_for=f"w-{name}", unblocked_by=f"u-{name}")

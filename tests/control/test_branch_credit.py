@@ -13,13 +13,13 @@ import torch
 from headrace import algo as formulas
 from headrace.algo.base import BatchLayout
 from headrace.algo.config import AlgoConfig
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.tokens import Tokens
 from headrace.control.credit import credit
 from headrace.control.loops.feeding import collate
 from headrace.flow.pivots import outcomes_of
-from headrace.types.batch import Batch
-from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.scored import ScoredGroup
-from headrace.types.tokens import Tokens
 
 
 def turn(length: int, parent: int | None, *, branch: Branch | None = None, **fields: Any) -> Turn:

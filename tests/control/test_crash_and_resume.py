@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.types.batch import Batch
 from headrace.control.recovery import StartingPoint, starting_point
-from headrace.errors import CheckpointError, ConfigError
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from headrace.types.batch import Batch
 from tests.control.lives import Life, Plan, groups_of, live
 
 BEFORE_S = 2.0

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.task import Task
 from headrace.control import Components
 from headrace.control.estimates import mean_of, pass_at_k, pass_hat_k, share_of
 from headrace.control.evaluation import EvaluationListener, Evaluator
-from headrace.env import AttemptOutcome, OpenEpisode
-from headrace.errors import EnvError, EpisodeError
-from headrace.scoring import Scores
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode
+from headrace.rollout.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts
-from headrace.types.episode import EpisodeGraph
-from headrace.types.task import Task
 from tests.scoring.test_process_rewards import ByNumber, ThreeTurns
 
 

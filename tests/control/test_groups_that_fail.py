@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from headrace.base.errors import EnvError, RequestError
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import EnvError, RequestError
-from headrace.scoring import Scores
+from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeScorer
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
 from tests.control.lives import Plan, Seen, cause_of, with_eval
 
 

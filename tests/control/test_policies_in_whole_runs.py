@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.controller import EngineStats, StepReport
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine, FakeLearner, lognormal_lengths
-from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeKey
-from headrace.types.messages.controller import EngineStats, StepReport
 from tests.control.lives import Life, Plan, groups_of, live
 
 LENGTH = lognormal_lengths(60, 1.0, 600)

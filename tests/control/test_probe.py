@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.tokens import FloatColumn
 from headrace.control import ControlSettings
-from headrace.errors import RunError
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner
-from headrace.types.batch import Batch
-from headrace.types.tokens import FloatColumn
 from tests.control.lives import Plan, Seen, live
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
 from headrace.control.recovery import starting_point
-from headrace.errors import RunError
 from headrace.learner.intake import refuse_unfit
 from headrace.testing import FakeLearner
-from headrace.types.batch import Batch
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
 from tests.control.lives import Plan, groups_of, live
 from tests.control.test_trouble import cause_of
 

@@ -15,20 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.errors import DataError, NothingToLearn
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.control import Components, ControlSettings
 from headrace.control.groups import OpenGroup
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import Curriculum, CurriculumConfig
-from headrace.env.data import RowOrder
-from headrace.errors import DataError, NothingToLearn
 from headrace.flow.ledger import SqliteLedger
-from headrace.scoring import Scores
-from headrace.session.running import first_cause
+from headrace.rollout.environments import Curriculum, CurriculumConfig
+from headrace.rollout.environments.data import RowOrder
+from headrace.rollout.scoring import Scores
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
 from tests.control.lives import Life, Plan, Seen, cause_of, groups_of, live
 from tests.control.test_crash_and_resume import check_books, lives
 

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from headrace.algo.config import AlgoConfig
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import EpisodeGraph, Turn
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.control import Components
 from headrace.control.credit import credit
 from headrace.control.segments import cuts_of
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import AttemptOutcome, OpenEpisode
-from headrace.errors import RequestError
-from headrace.scoring import Graded
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode
+from headrace.rollout.scoring import Graded
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from headrace.types.episode import EpisodeGraph, Turn
-from headrace.types.sampling import Sampling
-from headrace.types.scored import ScoredGroup
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
 from tests.control.lives import Life, Plan, live
 
 

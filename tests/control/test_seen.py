@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.tokens import Tokens
 from headrace.control.seen import look_at
-from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.scored import ScoredGroup
-from headrace.types.tokens import Tokens
 
 
 def sampled(length: int, author: str = "policy", reason: StopReason = StopReason.STOP, branch: int = -1) -> Turn:

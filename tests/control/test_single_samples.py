@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.errors import NothingToLearn
+from headrace.base.errors import NothingToLearn
 from headrace.testing import FakeScorer
 from tests.control.lives import Plan, live
 from tests.control.test_trouble import cause_of

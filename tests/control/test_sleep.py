@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.types.batch import Batch
+from headrace.base.types.weights import Interrupt
 from headrace.testing import FakeEngine, FakeLearner
-from headrace.types.batch import Batch
-from headrace.types.weights import Interrupt
 from tests.control.lives import Plan, live
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace import checkpoint
-from headrace.checkpoint import SnapshotState
 from headrace.control.memory import ControllerMemory
 from headrace.control.recovery import StartingPoint, starting_point
 from headrace.control.saving import CHECKPOINTS
+from headrace.learner import checkpoint
+from headrace.learner.checkpoint import SnapshotState
 
 
 def test_run_without_a_snapshot_begins_at_step_0(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import DeadlineError, NeedsFull, WeightsError
+from headrace.base.errors import DeadlineError, NeedsFull, WeightsError
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.learner.base import Publication
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 from tests.control.lives import Plan, live
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import ComponentDied, RequestError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
+from headrace.base.types.task import Task
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.control import Components
 from headrace.control.teaching import AT_ONCE, TeacherClient, Teachers, TeacherTerms, Teaching
-from headrace.errors import ComponentDied, RequestError
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine
-from headrace.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
-from headrace.types.task import Task
-from headrace.types.taught import TopScores
-from headrace.types.tokens import Tokens
-from headrace.types.versions import FROZEN, NOT_SAMPLED
 from tests.control.lives import Plan, live
 
 

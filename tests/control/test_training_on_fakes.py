@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.observation import LiveState
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.control.turns import REWARD_NONE
 from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
-from headrace.scoring import Scores
+from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.observation import LiveState
-from headrace.types.task import Task
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 from tests.control.lives import Life, Plan, Seen, groups_of, live, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)

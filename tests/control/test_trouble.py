@@ -10,10 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.control import Components
-from headrace.control.board import Standstill
-from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import (
+from headrace.base.errors import (
     ComponentDied,
     DataError,
     HeadraceError,
@@ -22,15 +19,18 @@ from headrace.errors import (
     RequestError,
     StallError,
 )
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import FloatColumn, IntColumn
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.control import Components
+from headrace.control.board import Standstill
+from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
-from headrace.scoring import Scores
+from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import StepReport
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.tokens import FloatColumn, IntColumn
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 from tests.control.lives import Plan, Seen, cause_of, groups_of, live, with_eval
 
 

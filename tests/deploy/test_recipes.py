@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -18,14 +18,14 @@ import torch
 
 from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.plan import Simulation, Workload, World
-from headrace.plan.costs import Linear, TrainingRate
-from headrace.plan.outcome import SimulatedOutcome
-from headrace.recipes.demo.task import CHAT_TEMPLATE
+from headrace.wings.plan import Simulation, Workload, World
+from headrace.wings.plan.costs import Linear, TrainingRate
+from headrace.wings.plan.outcome import SimulatedOutcome
+from headrace.wings.recipes.demo.task import CHAT_TEMPLATE
 
 Names = dict[str, Any]
 LETTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz .,\n"
-SERVE = "from headrace.cli import main; main()"
+SERVE = "from headrace.run.cli import main; main()"
 
 
 def tiny(directory: Path) -> Path:
@@ -52,7 +52,7 @@ def readme(runner: Runner) -> Iterator[Names]:
 @contextlib.contextmanager
 def own_loop(runner: Runner) -> Iterator[Names]:
     import headrace
-    from headrace.types.tokens import Tokens
+    from headrace.base.types.tokens import Tokens
 
     tiny(Path("path/to/model"))
     policy = headrace.Policy.load("path/to/model", lr=1e-6, loss="grpo", engine={"max_new_tokens": 8})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
+from headrace.run.cli.app import app
 from tests.docs.pages import ROOT, Block, blocks, blocks_of
 from tests.docs.test_shell_blocks import lines_of, words_of
 

@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import pytest
 
-from headrace.config import Section
-from headrace.engine.server.config import ServeConfig
-from headrace.errors import ConfigError
-from headrace.session import RunConfig, load_config
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
+from headrace.run.session import RunConfig, load_config
+from headrace.wings.serve.config import ServeConfig
 from tests.docs.pages import BLOCKS, PAGES, ROOT
 from tests.docs.test_toml_blocks import BASE, merged
 from tools.site.building import LINK, prose

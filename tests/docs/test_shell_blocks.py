@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import typer
 
-from headrace.cli.app import app
-from headrace.config import parse_override, validate
-from headrace.engine.server.config import ServeConfig
-from headrace.session import load_config
+from headrace.base.config import parse_override, validate
+from headrace.run.cli.app import app
+from headrace.run.session import load_config
+from headrace.wings.serve.config import ServeConfig
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.docs.test_toml_blocks import BASE, merged
 

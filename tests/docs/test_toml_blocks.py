@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace.config import merge
-from headrace.plan import load_cluster
-from headrace.session import load_config
+from headrace.base.config import merge
+from headrace.run.session import load_config
+from headrace.wings.plan import load_cluster
 from tests.docs.pages import Block, blocks
 
 BASE: dict[str, Any] = {"model": {"path": "models/any"}, "data": {"path": "rows.jsonl"}}

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 
-from headrace.rollout.endpoint import Access
+from headrace.wings.agents import Access
 from tests.endpoint.harness import ADD
 
 QUESTIONS = ("2+3", "40+2")

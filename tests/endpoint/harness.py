@@ -12,21 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.chat import Message, Tool
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import paths
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env.base import AttemptOutcome, OpenEpisode
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import Conversations
 from headrace.rollout.conversations import EpisodeLimits as Budgets
-from headrace.rollout.endpoint import Access, At, Endpoint, SessionLimits
-from headrace.types.chat import Message, Tool
-from headrace.types.episode import EpisodeGraph, EpisodeKey, StopReason, Turn
-from headrace.types.sampling import Sampling
-from headrace.types.scored import paths
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn, Tokens
+from headrace.rollout.environments.base import AttemptOutcome, OpenEpisode
+from headrace.wings.agents import Access, At, Endpoint, SessionLimits
 
 TEMPLATE = (
     "{% if tools %}[tools]{{ tools | tojson }}<tool_call>{% endif %}"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace.env.program import Program
-from headrace.rollout.endpoint import Access, SessionLimits
-from headrace.types.episode import EpisodeStatus, StopReason
+from headrace.base.types.episode import EpisodeStatus, StopReason
+from headrace.rollout.environments.program import Program
+from headrace.wings.agents import Access, SessionLimits
 from tests.endpoint import agents
 from tests.endpoint.harness import ADD, TOKENIZER, add_directly, sampled, samples, world
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeKey
 from headrace.rollout import Conversations, EnginePolicy, EpisodeLimits
 from headrace.rollout.agents import FROZEN_AGENT, Agents
 from headrace.rollout.chat import Chat
-from headrace.rollout.endpoint import Endpoint
-from headrace.types.episode import EpisodeKey
+from headrace.wings.agents import Endpoint
 from tests.endpoint import agents
 from tests.endpoint.harness import EOS, SAMPLING, TOKENIZER, ScriptedEngine
 

@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
-from headrace.errors import ConfigError, RunError
-from headrace.rollout.endpoint import Access, At
-from headrace.types.episode import EpisodeStatus
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.episode import EpisodeStatus
+from headrace.wings.agents import Access, At
 from tests.endpoint.harness import world
 from tests.security.certificates import certificate
 

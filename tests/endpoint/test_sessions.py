@@ -14,12 +14,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeStatus
 from headrace.rollout.conversations import EpisodeLimits as Budgets
-from headrace.rollout.endpoint import Access, SessionLimits, app, serving
-from headrace.rollout.endpoint.app import EndpointDispatcher, make_app
-from headrace.rollout.endpoint.sessions import Sessions
-from headrace.types.episode import EpisodeStatus
+from headrace.wings.agents import Access, SessionLimits, app, serving
+from headrace.wings.agents.app import EndpointDispatcher, make_app
+from headrace.wings.agents.sessions import Sessions
 from tests.endpoint import agents
 from tests.endpoint.harness import HANG, ScriptedEngine, open_episode, sampled, world
 

@@ -11,12 +11,12 @@ import anthropic
 import openai
 import pytest
 
+from headrace.base.errors import SequenceFailed
+from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import SequenceFailed
-from headrace.rollout.endpoint import Access
-from headrace.types.episode import EpisodeStatus
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn
+from headrace.wings.agents import Access
 from tests.endpoint import agents
 from tests.endpoint.harness import ADD, TOKENIZER, ScriptedEngine, calling, sampled, world
 

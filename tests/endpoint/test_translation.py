@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.server.refusal import Refusal
-from headrace.env.base import AnswerPiece
-from headrace.rollout.endpoint.base import ChatProtocol, Exchange, Setting
-from headrace.rollout.endpoint.chat import CHAT
-from headrace.rollout.endpoint.messages import MESSAGES
-from headrace.rollout.endpoint.responses import RESPONSES
+from headrace.base.net.refusal import Refusal
+from headrace.base.types.chat import Message, Reply, ToolCall
+from headrace.base.types.episode import StopReason
+from headrace.rollout.environments.base import AnswerPiece
 from headrace.rollout.history import in_one_spelling
-from headrace.types.chat import Message, Reply, ToolCall
-from headrace.types.episode import StopReason
+from headrace.wings.agents.base import ChatProtocol, Exchange, Setting
+from headrace.wings.agents.chat import CHAT
+from headrace.wings.agents.messages import MESSAGES
+from headrace.wings.agents.responses import RESPONSES
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 SPELLED = st.dictionaries(TEXTS, st.none() | st.integers() | TEXTS | st.lists(TEXTS, max_size=2), max_size=3).map(

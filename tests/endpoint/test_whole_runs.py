@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError, EnvError
-from headrace.session import load_config, train
-from headrace.types.episode import EpisodeGraph
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.episode import EpisodeGraph
+from headrace.run.session import load_config, train
 from tests.env.tasks import chat_model, episodes, make_env_run
 
 EARNED = """

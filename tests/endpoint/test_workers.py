@@ -18,12 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
-from headrace.rollout.endpoint import Endpoint
+from headrace.wings.agents import Endpoint
 from tests.endpoint.harness import HANG, SAMPLING, TASK, ScriptedEngine, open_episode, sampled_in
 from tests.launch.workers import processes_of
 

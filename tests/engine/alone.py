@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from headrace.base.types.episode import StopReason
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.sampler import seed_key, uniforms
-from headrace.types.episode import StopReason
-from headrace.types.sampling import Sampling
 
 Floats = npt.NDArray[np.float64]
 

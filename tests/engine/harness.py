@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headrace.clock import Clock, RealClock
+from headrace.base.clock import Clock, RealClock
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import seed_key, uniforms
@@ -16,10 +20,6 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
 
 MAX_CONTEXT = 96
 

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import oldest
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
-from headrace.errors import RequestError
 from headrace.models.routing import find_routing
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
-from headrace.types.tokens import Tokens
-from headrace.types.versions import oldest
-from headrace.types.weights import Interrupt
 from tests.engine.alone import Alone, decode, sample_alone
 from tests.engine.harness import ManualClock, Weights, joined, request
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.errors import RequestError
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
-from headrace.errors import RequestError
 from headrace.models import LoraConfig, ModelConfig
 from headrace.models.lora import save_adapter
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, request, run
 
 Dir = Callable[[str], Path]

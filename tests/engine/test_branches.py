@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TurnPart
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import Tokens
 from headrace.engine.local import LocalEngine
-from headrace.env import SingleTurn
 from headrace.models import ModelConfig
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, repeats
-from headrace.types.episode import EpisodeGraph, EpisodeKey, TurnPart
-from headrace.types.messages.controller import EngineStats
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.tokens import Tokens
+from headrace.rollout.environments import SingleTurn
 from tests.engine.harness import Weights, make_engine
 
 TASK = Task(row_index=0, row={}, prompt="?", prompt_ids_T=np.arange(3, 25, dtype=np.int32))

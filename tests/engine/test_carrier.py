@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace import environ
+from headrace.base import environ
+from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
+from headrace.base.types.weights import BUCKET_BYTES, Interrupt
 from headrace.engine import EngineConfig
-from headrace.engine.served.carrier import Carrier, CarrierConfig
-from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.wire import Address, Wire
-from headrace.engine.vllm.dialect import ask_workers
-from headrace.engine.vllm.inside import headrace_carried
-from headrace.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_rig import MAX_CONTEXT, served_rig
 from headrace.testing.servers import FakeServer, fake_server
-from headrace.types.weights import BUCKET_BYTES, Interrupt
+from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
+from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.wire import Address, Wire
+from headrace.wings.servers.vllm.dialect import ask_workers
+from headrace.wings.servers.vllm.inside import headrace_carried
 
 WAY = CarrierConfig(backend="gloo", host="127.0.0.1", device="cpu", deadline_s=3.0)
 

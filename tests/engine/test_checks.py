@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.errors import RequestError
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native import NativeEngine
-from headrace.errors import RequestError
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.sampling import Sampling
 from tests.engine.harness import joined, make_engine, ready_engine, request, run
 
 Dir = Callable[[str], Path]

@@ -9,10 +9,10 @@ from typing import Literal
 import pytest
 
 from headrace.engine.capabilities import CAPABILITIES
-from headrace.engine.served.config import ServerConfig
 from headrace.testing.engine_contract import SUITES, keep
 from headrace.testing.engine_rig import native_rig, served_rig
 from headrace.testing.servers import fake_server
+from headrace.wings.servers.client.config import ServerConfig
 
 CASES = [
     *((kind, name, "files") for kind, can in CAPABILITIES.items() for name, suite in SUITES.items() if suite.has(can)),

@@ -14,10 +14,15 @@ import torch
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ModelError
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.tokens import Tokens
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.sampler import TruncationLimits, find_support, sample, sample_from
-from headrace.errors import ModelError
 from headrace.flow.ledger.browse import Browser, EpisodeQuery
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
@@ -26,11 +31,6 @@ from headrace.models.kernels import deterministic
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.models.routing import find_routing
-from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeKey
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.tokens import Tokens
 from tests.engine.harness import Weights, joined, make_engine, request, run
 from tests.session.runs import make_run, tiny_model, verb
 

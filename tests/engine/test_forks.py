@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from headrace.base.errors import RequestError
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
-from headrace.errors import RequestError
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
-from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, alone, joined, make_engine, request, run
 from tests.models.kinds import plain
 

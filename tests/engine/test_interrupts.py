@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.errors import WeightsError
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.versions import mixed
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
-from headrace.errors import WeightsError
 from headrace.models import ModelConfig
-from headrace.types.messages.controller import Chunk
-from headrace.types.versions import mixed
-from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, request, run
 from tests.models.kinds import plain
 

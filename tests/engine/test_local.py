@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, RequestError, SequenceFailed, WeightsError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import FloatColumn, Tokens
+from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.engine import RequestOptions, TokenChunk
 from headrace.engine.local import LocalEngine, LocalTerms
-from headrace.errors import ComponentDied, DeadlineError, EngineFull, RequestError, SequenceFailed, WeightsError
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import FloatColumn, Tokens
-from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 
 DEADLINE_S = 20.0
 ENDLESS = 10_000

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import GenerateRequest
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import GenerateRequest
 from tests.engine.harness import Weights, alone, joined, make_engine, ready_engine, request, run
 from tests.models.kinds import plain
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.base.types.messages.engine import GenerateRequest
 from headrace.models import ModelConfig, load_model
-from headrace.types.messages.engine import GenerateRequest
 from tests.engine.harness import alone, joined, logprobs, ready_engine, request, run
 from tests.models.kinds import KINDS, VOCAB, plain
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, RequestError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.engine import GenerateRequest
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
-from headrace.errors import ConfigError, RequestError
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
-from headrace.types.episode import StopReason
-from headrace.types.messages.engine import GenerateRequest
 from tests.engine.harness import MAX_CONTEXT, Weights, alone, joined, make_engine, ready_engine, request, run
 from tests.models.kinds import VOCAB, plain
 

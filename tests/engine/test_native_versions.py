@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from headrace.base.errors import WeightsError
 from headrace.engine.native import NativeEngine
-from headrace.errors import WeightsError
 from headrace.models import ModelConfig
 from tests.engine.harness import Weights, joined, make_engine, request, run
 from tests.models.kinds import plain

@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.weights import Interrupt
 from headrace.engine import EngineConfig
-from headrace.engine.served import make, ownership
-from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.core import ServedEngine
-from headrace.engine.served.forms import ServedForm
-from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.make import served
-from headrace.engine.served.ownership import Labels, owned
-from headrace.engine.served.wire import Address
-from headrace.errors import ComponentDied, ConfigError, EngineUnfit
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing.engine_checks import LONGER
 from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, Rig, close, served_rig
 from headrace.testing.servers import FakeServer, fake_server
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.weights import Interrupt
+from headrace.wings.servers.client import make, ownership
+from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.core import ServedEngine
+from headrace.wings.servers.client.forms import ServedForm
+from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.make import served
+from headrace.wings.servers.client.ownership import Labels, owned
+from headrace.wings.servers.client.wire import Address
 
 KINDS = ("vllm", "sglang")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headrace.base.errors import WeightsError
 from headrace.engine.native.packing import PackedWeightReceiver
-from headrace.errors import WeightsError
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.config import LoraConfig, ModelConfig
 from headrace.models.kernels.build import Unavailable

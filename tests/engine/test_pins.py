@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.weights import Interrupt
 from tests.engine.harness import Weights, joined, make_engine, request, run
 
 Dir = Callable[[str], Path]

@@ -12,15 +12,15 @@ import numpy as np
 import psutil
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, EngineFull, RequestError, SequenceFailed
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.sampling import Sampling
 from headrace.engine import RequestOptions
 from headrace.engine.chunks import token_chunk
 from headrace.engine.local import LocalEngine
-from headrace.errors import ConfigError, EngineFull, RequestError, SequenceFailed
 from headrace.models import ModelConfig
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.sampling import Sampling
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 
 Dir = Callable[[str], Path]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import RequestError
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.recorded import Routing
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.models import ModelConfig
-from headrace.types.episode import StopReason
-from headrace.types.messages.engine import ScoreTokens
-from headrace.types.recorded import Routing
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
 from tests.engine.harness import ManualClock, Weights, joined, make_engine, ready_engine, request, run
 from tests.models.kinds import plain
 

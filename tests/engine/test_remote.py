@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 
+from headrace.base.errors import EngineFull, RequestError, RunError, SequenceFailed
+from headrace.base.types.episode import StopReason
+from headrace.base.types.sampling import Sampling
 from headrace.engine.remote import RemoteEngine
-from headrace.errors import EngineFull, RequestError, RunError, SequenceFailed
-from headrace.types.episode import StopReason
-from headrace.types.sampling import Sampling
 
 SAMPLING = Sampling(max_new_tokens=9, stop_ids=(2,), top_k=5, seed=7)
 PROMPT_T = np.array([4, 5], np.int32)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper
 
+from headrace.base.types.recorded import KeptSets
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.checks import sampling_problem as problem
 from headrace.engine.native.controls import Controls
 from headrace.engine.native.sampler import Draw, TruncationLimits, find_support, seed_key, uniforms
-from headrace.types.recorded import KeptSets
-from headrace.types.sampling import Sampling
 from tests.engine.alone import Floats, probabilities
 
 CPU = torch.device("cpu")

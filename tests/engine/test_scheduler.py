@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.sequence import Sequence
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
 
 
 @dataclass

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.versions import mixed, oldest
+from headrace.base.types.weights import Interrupt
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.versions import mixed, oldest
-from headrace.types.weights import Interrupt
 from tests.engine.alone import decode, sample_alone
 from tests.engine.harness import ManualClock, Weights, collect, joined, make_engine, request
 from tests.engine.schedules import POOL, Life, pooled

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ModelError
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, engine
 from headrace.engine.native.fixed import LoadedWeights
 from headrace.engine.native.packing import PackedWeightReceiver
-from headrace.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import Rule
 from headrace.models.kernels.build import Unavailable

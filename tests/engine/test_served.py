@@ -21,21 +21,12 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied, ConfigError
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.weights import Interrupt
 from headrace.engine import EngineConfig
-from headrace.engine.served.answer import StreamedAnswer, StreamPart, VersionSpan
-from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.dialect import Ask
-from headrace.engine.served.forms import ServedForm
-from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import ServeRequirements, model_alone
-from headrace.engine.served.make import served
-from headrace.engine.served.wire import Address
-from headrace.engine.sglang import command as sglang_command
-from headrace.engine.sglang.dialect import SglangDialect
-from headrace.engine.vllm.command import command
-from headrace.engine.vllm.dialect import VllmDialect
-from headrace.errors import ComponentDied, ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
@@ -43,9 +34,18 @@ from headrace.models.weights import weight_tensors
 from headrace.testing.engine_rig import MAX_CONTEXT, SETTINGS, served_rig
 from headrace.testing.servers import FakeServer, fake_server, vllm
 from headrace.testing.servers.base import Handler
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.weights import Interrupt
+from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart, VersionSpan
+from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.dialect import Ask
+from headrace.wings.servers.client.forms import ServedForm
+from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.launching import ServeRequirements, model_alone
+from headrace.wings.servers.client.make import served
+from headrace.wings.servers.client.wire import Address
+from headrace.wings.servers.sglang import command as sglang_command
+from headrace.wings.servers.sglang.dialect import SglangDialect
+from headrace.wings.servers.vllm.command import command
+from headrace.wings.servers.vllm.dialect import VllmDialect
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "vllm-0.32.json").read_text())
 

@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
 from headrace.engine import EngineConfig
-from headrace.engine.served.answer import StreamedAnswer, StreamPart
-from headrace.engine.served.dialect import Ask
-from headrace.engine.served.forms import ServedForm
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.records import RoutingDecoder, numbers, refuse_kept, unpacked
-from headrace.engine.served.wire import Address
-from headrace.engine.vllm.command import command
-from headrace.engine.vllm.dialect import UNBOUNDED, VllmDialect
 from headrace.models import ModelConfig
 from headrace.models.config import LoraConfig
 from headrace.models.load import load_model
 from headrace.models.lora import read_adapter
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.models.weights import weight_tensors
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
+from headrace.wings.servers.client.answer import StreamedAnswer, StreamPart
+from headrace.wings.servers.client.dialect import Ask
+from headrace.wings.servers.client.forms import ServedForm
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.records import RoutingDecoder, numbers, refuse_kept, unpacked
+from headrace.wings.servers.client.wire import Address
+from headrace.wings.servers.vllm.command import command
+from headrace.wings.servers.vllm.dialect import UNBOUNDED, VllmDialect
 
 EXTRA = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
 

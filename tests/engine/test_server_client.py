@@ -14,7 +14,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from headrace.engine.server.schema import ChatBody, CompletionBody
+from headrace.wings.serve.schema import ChatBody, CompletionBody
 from tests.engine.server_process import CONTEXT, TOKEN, Server, make_model, served
 
 LIMITS = {"max_n": 4, "max_prompts": 4, "max_body_bytes": 20_000, "max_sequences": 48, "grace_s": 0.3}

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from headrace.engine.server.connection import Connection, mark_entitled
+from headrace.base.net.connection import Connection, mark_entitled
 from tests.engine.server_process import CONTEXT, TOKEN, make_model, served
 
 IDLE_S = 0.1

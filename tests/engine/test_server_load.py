@@ -11,18 +11,18 @@ import httpx
 import pytest
 import torch
 
-from headrace.clock import RealClock
-from headrace.config import validate
+from headrace.base.clock import RealClock
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 from headrace.engine.local import LocalEngine
-from headrace.engine.server.answering import Service
-from headrace.engine.server.app import State, make_app
-from headrace.engine.server.config import ServeConfig
-from headrace.engine.server.load import load
-from headrace.engine.server.prompts import PromptLimits
-from headrace.engine.server.run import Loaded
-from headrace.errors import ConfigError
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.lora import save_adapter
+from headrace.wings.serve.answering import Service
+from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.config import ServeConfig
+from headrace.wings.serve.load import load
+from headrace.wings.serve.prompts import PromptLimits
+from headrace.wings.serve.run import Loaded
 from tests.engine.server_process import CONTEXT, make_model
 
 CACHE = 64

@@ -11,15 +11,15 @@ import httpx
 import numpy as np
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError
+from headrace.base.net.auth import refuse_open_door
+from headrace.base.types.sampling import Sampling
 from headrace.engine.local import LocalEngine
-from headrace.engine.server.answering import Service
-from headrace.engine.server.app import State, make_app
-from headrace.engine.server.auth import refuse_open_door
-from headrace.engine.server.config import ServeSection
-from headrace.engine.server.prompts import PromptLimits
-from headrace.errors import ConfigError
-from headrace.types.sampling import Sampling
+from headrace.wings.serve.answering import Service
+from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.config import ServeSection
+from headrace.wings.serve.prompts import PromptLimits
 from tests.engine.test_local import CountingCore
 from tests.engine.test_server_text import BYTES
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from headrace.engine.server.chat import ServedTokenizer
-from headrace.engine.server.text import MAX_HELD, Cut, Detokenizer, StopFinder
+from headrace.engine.text import MAX_HELD, Cut, Detokenizer, StopFinder
+from headrace.wings.serve.chat import ServedTokenizer
 
 SPECIAL = 256
 

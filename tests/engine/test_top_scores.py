@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import RequestError
+from headrace.base.errors import RequestError
+from headrace.base.types.messages.engine import ScoreTokens
 from headrace.models import ModelConfig
-from headrace.types.messages.engine import ScoreTokens
 from tests.engine.harness import Weights, make_engine, ready_engine
 
 Dir = Callable[[str], Path]

@@ -15,13 +15,13 @@ from typing import Literal
 import pytest
 
 from headrace.engine.capabilities import Capabilities, capabilities
-from headrace.engine.served.config import ServerConfig
 from headrace.models.devices import CPU
-from headrace.recipes.demo import build_demo
-from headrace.session import load_config, train
+from headrace.run.session import load_config, train
 from headrace.testing.engine_contract import SUITES, Suite, keep
 from headrace.testing.engine_rig import Rig, served_rig
 from headrace.testing.interpreted import interpreted
+from headrace.wings.recipes.demo import build_demo
+from headrace.wings.servers.client.config import ServerConfig
 
 PYTHON = os.environ.get("HEADRACE_VLLM", "")
 pytestmark = [

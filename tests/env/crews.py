@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import EpisodeError
+from headrace.base.errors import EpisodeError
+from headrace.base.types.task import Task
 from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.config import LaunchConfig
 from headrace.launch.here import Here
-from headrace.launch.joining.door import JoinListener, StartWorker, opened_door
-from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import UNLIMITED, Conversations, EpisodeLimits
-from headrace.types.task import Task
+from headrace.wings.cluster.joining.door import JoinListener, StartWorker, opened_door
+from headrace.wings.cluster.joining.invitation import INVITATION_FILE
 from tests.rollout.models import conversations
 
 

@@ -17,7 +17,7 @@ ENVIRONMENT = (
     DEEDS
     + """
     import headrace
-    from headrace.types.chat import Message
+    from headrace.base.types.chat import Message
 
     async def forever(policy, first):
         while True:

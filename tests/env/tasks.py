@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from headrace.base.types.episode import EpisodeGraph
 from headrace.flow.ledger.opening import open_ledger
-from headrace.types.episode import EpisodeGraph
 from tests.session.runs import make_run, tiny_model
 
 TEMPLATE = (

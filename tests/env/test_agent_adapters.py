@@ -13,19 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.config import validate
-from headrace.errors import ConfigError, EnvError, ModelError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, EnvError, ModelError
+from headrace.base.types.episode import EpisodeGraph
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.lora import Switch
 from headrace.policy.config import PolicyConfig
-from headrace.session import evaluate, load_config, train
-from headrace.session.explain import explain
-from headrace.session.exporting import export
-from headrace.session.prepare import Inputs, prepare
-from headrace.session.replaying import replay
-from headrace.types.episode import EpisodeGraph
+from headrace.run.session import evaluate, load_config, train
+from headrace.run.session.explain import explain
+from headrace.run.session.exporting import export
+from headrace.run.session.prepare import Inputs, prepare
+from headrace.run.session.replaying import replay
 from tests.env.tasks import episodes
 from tests.env.test_agents_in_runs import duel, gap, spoken
 from tests.session.runs import components, running

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from headrace.env.agents import AdapterAgent, FrozenAgent, ModelAgent, TrainedAgent
-from headrace.errors import ConfigError, HeadraceError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.models import LoraConfig, ModelConfig
-from headrace.session import load_config
-from headrace.session.prepare import Inputs, prepare
+from headrace.rollout.environments.agents import AdapterAgent, FrozenAgent, ModelAgent, TrainedAgent
+from headrace.run.session import load_config
+from headrace.run.session.prepare import Inputs, prepare
 from tests.env.tasks import chat_model, make_env_run
 
 ROLLOUT = "async def rollout(task, policy):\n    return 0.0\n"
@@ -88,7 +88,7 @@ def test_a_directory_that_holds_no_adapter_is_refused(tmp_path: Path, model_dir:
 
 
 def test_the_dry_run_says_who_answers(tmp_path: Path, model_dir: Path) -> None:
-    from headrace.session.explain import explain
+    from headrace.run.session.explain import explain
 
     run_file = make_env_run(tmp_path, model_dir, ROLLOUT, "rollout")
     overrides = ['env.agents=[{name="me", kind="trained"}, {name="past", kind="frozen"}]']

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import ConfigError, EnvError
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.episode import EpisodeGraph, Turn
+from headrace.base.types.versions import FROZEN
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.lora import save_adapter
 from headrace.rollout.agents import FROZEN_AGENT
-from headrace.session import evaluate, train
-from headrace.types.episode import EpisodeGraph, Turn
-from headrace.types.versions import FROZEN
+from headrace.run.session import evaluate, train
 from tests.env.tasks import chat_model, episodes, make_env_run
 from tests.env.test_whole_runs import SYNCHRONOUS, same, trained
 from tests.session.runs import components, running

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from headrace.env.blocking import blocking_calls
+from headrace.rollout.environments.blocking import blocking_calls
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import validate
-from headrace.env import Curriculum, CurriculumConfig, DataConfig
-from headrace.env.curriculum import CurriculumState
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
+from headrace.rollout.environments import Curriculum, CurriculumConfig, DataConfig
+from headrace.rollout.environments.curriculum import CurriculumState
 
 
 def made(num_rows: int, *, seed: int = 0, epochs: int | None = None, **settings: float) -> Curriculum:

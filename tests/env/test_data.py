@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from headrace.env.data import RowOrder, as_rows, load_rows
-from headrace.errors import DataError
+from headrace.base.errors import DataError
+from headrace.rollout.environments.data import RowOrder, as_rows, load_rows
 
 ROWS = [{"prompt": "1+1=", "answer": 2}, {"prompt": "zwei\u2028 ü", "answer": 4}]
 

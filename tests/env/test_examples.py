@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace.recipes.demo import build_demo
-from headrace.session import train
+from headrace.run.session import train
+from headrace.wings.recipes.demo import build_demo
 from tests.env.tasks import chat_model, episodes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

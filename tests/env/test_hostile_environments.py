@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import EpisodeError
+from headrace.base.errors import EpisodeError
+from headrace.base.types.chat import Message, Reply
+from headrace.base.types.episode import EpisodeKey, StopReason
 from headrace.launch.clients.shift import MAX_ASKS
-from headrace.session import train
-from headrace.types.chat import Message, Reply
-from headrace.types.episode import EpisodeKey, StopReason
+from headrace.run.session import train
 from tests.env.crews import crew, task
 from tests.env.hostile import CAUSES, ENVIRONMENT, KEEP, QUICK, judged
 from tests.env.tasks import make_env_run

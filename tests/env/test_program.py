@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from headrace.env.program import Program
-from headrace.errors import EnvError, EpisodeError
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.rollout.environments.program import Program
 
 ROW = {"prompt": "2+2", "answer": 4}
 
@@ -115,7 +115,7 @@ time.sleep(600)
 """
     worker = f"""
 import asyncio
-from headrace.env.program import Program
+from headrace.rollout.environments.program import Program
 asyncio.run(Program([{sys.executable!r}, "-c", {program!r}]).run({{}}, {{}}))
 """
     process = subprocess.Popen([sys.executable, "-c", worker])

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.env.prompts import make_tasks
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 from headrace.models.tiny import char_tokenizer
+from headrace.rollout.environments.prompts import make_tasks
 
 VOCAB = "abc<>:\n"
 TEMPLATE = (

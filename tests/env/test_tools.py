@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.env.entry import load_entry
-from headrace.env.policy import Episode, EpisodePolicy
-from headrace.env.tools import ToolFunction, call_tools, tool_functions
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
+from headrace.base.types.chat import Message, ToolCall
 from headrace.rollout import Conversations, EpisodeLimits
-from headrace.types.chat import Message, ToolCall
+from headrace.rollout.environments.entry import load_entry
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.environments.tools import ToolFunction, call_tools, tool_functions
 from tests.rollout.models import conversations, text_of
 
 

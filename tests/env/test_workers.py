@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError, EnvError
+from headrace.base.errors import ConfigError, EnvError
 from headrace.launch.hosts import environment as host
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import EpisodeLimits
@@ -197,7 +197,7 @@ def test_questions_at_once_and_questions_that_nobody_waits_for_are_served(tmp_pa
 
 def test_a_spent_budget_can_be_caught_and_else_is_the_cause(tmp_path: Path) -> None:
     code = """
-        from headrace.errors import BudgetSpent
+        from headrace.base.errors import BudgetSpent
 
         async def rollout(task, policy):
             try:

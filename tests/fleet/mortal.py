@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.clock import VirtualClock, run_virtual
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import ComponentDied, EngineFull, NeedsFull
+from headrace.base.types.episode import StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.engine.fleet import Fleet
-from headrace.errors import ComponentDied, EngineFull, NeedsFull
 from headrace.testing import FakeEngine
-from headrace.types.episode import StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
-from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 
 PROMPT = np.array([1, 2, 3], np.int32)
 FLUSH = 8

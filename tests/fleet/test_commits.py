@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
-from headrace.errors import NeedsFull
-from headrace.types.weights import Interrupt
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import NeedsFull
+from headrace.base.types.weights import Interrupt
 from tests.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample, update
 
 

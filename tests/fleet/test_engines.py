@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
-from headrace.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import ComponentDied, ConfigError, DeadlineError, EngineUnfit, HeadraceError
+from headrace.base.types.messages.controller import Ready
+from headrace.base.types.observation import Recovery
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
 from headrace.launch.engines import AFTERGLOW_S, Engines, EngineTerms, engine_names
-from headrace.session.running import first_cause
-from headrace.types.messages.controller import Ready
-from headrace.types.observation import Recovery
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.run.session.running import first_cause
 from tests.fleet.mortal import bring
 
 

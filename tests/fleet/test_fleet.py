@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import DeadlineError, EngineFull, RequestError, SequenceFailed
+from headrace.base.types.messages.engine import ForkRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.engine import RequestOptions
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.journey import MAX_FRUITLESS
-from headrace.errors import DeadlineError, EngineFull, RequestError, SequenceFailed
-from headrace.types.messages.engine import ForkRequest
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
 from tests.fleet.mortal import FLUSH, PROMPT, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample, update
 
 

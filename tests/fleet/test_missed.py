@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.base.errors import NeedsFull, RequestError, WeightsError
+from headrace.base.types.messages.engine import ForkRequest
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt, WeightUpdate
 from headrace.control import Components
 from headrace.engine import RequestOptions
-from headrace.errors import NeedsFull, RequestError, WeightsError
 from headrace.learner.base import Publication
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner
-from headrace.types.messages.engine import ForkRequest
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt, WeightUpdate
 from tests.control.lives import Plan, live
 from tests.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample
 from tests.fleet.test_runs_on_fakes import Addressed, Deaths, Sender, whole, with_fleet

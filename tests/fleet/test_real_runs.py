@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.session import load_config, train
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config, train
 from tests.session.runs import Running, components, make_run, running, shared_buffers, verb
 from tests.session.serial import SerialLoop, same_learner
 
@@ -179,7 +179,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace.cli import main
+from headrace.run.cli import main
 from headrace.launch.clients.engine import EngineClient
 from tests.security.cables import Cable
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import VirtualClock
+from headrace.base.clock import VirtualClock
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.weights import Interrupt, WeightUpdate
 from headrace.control import Components
 from headrace.engine.fleet import Fleet
-from headrace.errors import NeedsFull, WeightsError
 from headrace.learner.base import Publication
-from headrace.session.running import first_cause
+from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner, lognormal_lengths
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import StepReport
-from headrace.types.weights import Interrupt, WeightUpdate
 from tests.control.lives import Life, Plan, live
 from tests.fleet.mortal import Mortal
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from headrace.base.types.episode import EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.base import Submit as SubmitGroups
-from headrace.types.episode import EpisodeKey, EpisodeStatus, Turn
-from headrace.types.group import GroupState
-from headrace.types.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from headrace.base.types.episode import EpisodeKey, EpisodeStatus
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow import Admission, Flow, FlowConfig, TakenBatch
 from headrace.flow.policies.deadlines import age_needed
 from headrace.flow.state import FlowState
-from headrace.types.episode import EpisodeKey, EpisodeStatus
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
-from headrace.types.scored import ScoredGroup
 from tests.flow.dict_ledger import DictLedger, Tried
 
 ORDERED_AHEAD = 2

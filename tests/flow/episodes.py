@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.tokens import Tokens
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.tokens import Tokens
 
 
 def sampled(count: int, versions: tuple[int, int] = (0, 0), seed: int = 0) -> Tokens:

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from headrace.base.types.group import GroupState
 from headrace.flow import FlowConfig
 from headrace.flow.policies import Bounded
 from headrace.flow.state import FlowLimits, FlowState
-from headrace.types.group import GroupState
 from tests.flow.driver import Driver
 
 HISTORIES = 80

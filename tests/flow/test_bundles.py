@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED, mixed
 from headrace.flow.ledger.bundles import MOST_TOKENS, bundled, decode_entry, encode_bundle
 from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.tokens import Tokens
-from headrace.types.versions import FROZEN, NOT_SAMPLED, mixed
 from tests.flow.episodes import as_told, ended, sampled
 
 VERSIONS = st.sampled_from([NOT_SAMPLED, FROZEN, mixed(0), mixed(3), 0, 2, 7])

@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace.config import validate
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
 from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, reopened, rewards_of
 from headrace.flow.filters.dynamic_sampling import DynamicSampling
@@ -20,9 +23,6 @@ from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.redundancy import Redundancy
 from headrace.flow.filters.resample_correct import ResampleCorrect
 from headrace.flow.filters.zero_variance import ZeroVariance
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.scored import ScoredGroup
-from headrace.types.tokens import Tokens
 
 CONTEXT = FilterContext(decode=lambda ids: bytes(ids).decode(), seed=7)
 REWARDS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 1.0, 0.25]), min_size=2, max_size=12)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
 from headrace.flow import FlowConfig
 from headrace.flow.signal import Signal
 from headrace.flow.state import FlowLimits

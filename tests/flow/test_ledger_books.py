@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
 from headrace.flow import FlowConfig, TakenBatch
 from headrace.flow.ledger import Fates, Recalled, SqliteLedger
 from headrace.flow.ledger.base import Operation
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
 from tests.flow.dict_ledger import DictLedger, Row
 from tests.flow.driver import Driver
 from tests.flow.episodes import as_told, ended, sampled

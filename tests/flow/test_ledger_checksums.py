@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import EndEpisode, Note
 from headrace.flow.ledger.log import refuse_damaged_log

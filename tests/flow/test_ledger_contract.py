@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.flow.ledger.opening import LEDGERS, make_ledger
 from headrace.testing.ledgers import GROUP_SIZE, LEDGER_CHECKS, OpenLedger

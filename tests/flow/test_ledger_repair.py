@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger import Fates, SqliteLedger, migrate
 from headrace.flow.ledger.base import EndEpisode
 from headrace.flow.ledger.opening import open_ledger
 from headrace.testing.ledgers import commit, part, running, sampled, stream, trained
 from headrace.testing.ledgers import episode as made
-from headrace.types.group import GroupState
 from tests.redis_server import started
 
 VERSION_1 = Path(__file__).with_name("ledger_v1.sqlite")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger import InlineWriter, SqliteLedger, ThreadedWriter
 from headrace.flow.ledger import writer as ledger_writer
 from headrace.flow.ledger.base import EndEpisode, Move, Note, Operation, Stream, Submit
-from headrace.types.group import GroupState
 from tests.flow.episodes import ended, sampled
 
 NOTE = Note(kind="note", detail="", at_s=0.0)
@@ -149,7 +149,7 @@ WRITES_FOR_EVER = """
 import asyncio, itertools, sys
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
 from headrace.flow.ledger.base import EndEpisode, Move, Submit
-from headrace.types.group import GroupState
+from headrace.base.types.group import GroupState
 from tests.flow.episodes import ended
 
 async def main():
@@ -186,7 +186,7 @@ def test_kill_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
 def test_file_that_may_not_grow_is_a_ledger_error_in_another_process(tmp_path: Path) -> None:
     program = """
 import resource, signal, sys
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Note
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

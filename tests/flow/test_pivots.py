@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.config import validate
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 from headrace.flow import FlowConfig
 from headrace.flow.pivots import PivotChooser, PivotConfig, Recoverability
 

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig, TakenBatch
 from headrace.flow.ledger import Recalled, SqliteLedger
 from headrace.flow.ledger.base import Operation
 from headrace.flow.policies import STALE
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
-from headrace.types.tokens import Tokens
 from tests.flow.dict_ledger import DictLedger
 from tests.flow.driver import Driver
 

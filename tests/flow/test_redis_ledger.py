@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import RealClock
-from headrace.errors import LedgerError
+from headrace.base.clock import RealClock
+from headrace.base.errors import LedgerError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import Fates
 from headrace.flow.ledger.base import Note

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.clock import RealClock, run_virtual
+from headrace.base.clock import RealClock, run_virtual
+from headrace.base.types.episode import EpisodeKey
 from headrace.flow.ledger.base import Operation, Stream
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.testing.ledgers import part, sampled
-from headrace.types.episode import EpisodeKey
 
 
 class Written(list[Operation]):

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.group import GroupState
+from headrace.base.types.scored import Learned
 from headrace.flow.ledger import Fates, SqliteLedger
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, Note, Operation, Submit
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.sqlite import IN_MEMORY
-from headrace.types.episode import EpisodeStatus
-from headrace.types.group import GroupState
-from headrace.types.scored import Learned
 from tests.flow.episodes import as_told, ended, sampled
 
 SIZE = 2

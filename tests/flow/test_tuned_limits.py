@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.messages.controller import EngineStats
 from headrace.flow.age_tuning import AgeTuner, AgeTuning
 from headrace.flow.concurrency import Concurrency
 from headrace.flow.state import FlowLimits, FlowState
-from headrace.types.messages.controller import EngineStats
 
 FRESH = EngineStats(cache_blocks=100)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from headrace.base.types.episode import StopReason, Turn
+from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.episode import StopReason, Turn
-from headrace.types.tokens import Tokens
 
 
 @st.composite

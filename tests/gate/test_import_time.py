@@ -27,8 +27,8 @@ def test_package_is_imported_quickly_and_without_torch() -> None:
 
 
 def test_program_answers_without_torch() -> None:
-    pytest.importorskip("headrace.cli", reason="the program is not there yet")
-    heavy, _ = heavy_and_seconds("headrace.cli")
+    pytest.importorskip("headrace.run.cli", reason="the program is not there yet")
+    heavy, _ = heavy_and_seconds("headrace.run.cli")
     assert heavy == set()
 
 

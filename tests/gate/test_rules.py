@@ -83,7 +83,7 @@ def test_rule_finds_its_offence(code: str, rule: str) -> None:
         "def f(a, b, *, c, d, e, f, g, h, **more): ...",
         deep(3),
         "def f():\n    if a: pass\n" + "".join(f"    elif n == {n}: pass\n" for n in range(9)),
-        "from headrace.types.batch import Batch",
+        "from headrace.base.types.batch import Batch",
         "from headrace import __version__",
         "from headrace.flow import state",
         "async def f():\n    async with asyncio.TaskGroup() as group:\n        group.create_task(f())",
@@ -120,7 +120,7 @@ def test_unknown_room_is_found() -> None:
 
 
 def test_verb_may_have_many_flags() -> None:
-    assert found("def train(a, b, c, d, e, f): ...", "src/headrace/cli/train.py") == []
+    assert found("def train(a, b, c, d, e, f): ...", "src/headrace/run/cli/train.py") == []
 
 
 def test_name_of_a_test_must_be_a_sentence() -> None:
@@ -130,9 +130,9 @@ def test_name_of_a_test_must_be_a_sentence() -> None:
 def test_optional_package_is_imported_late_and_in_one_file() -> None:
     packages = optional_packages('[project.optional-dependencies]\nparquet = ["pyarrow>=18"]\ndev = ["ruff"]')
     assert packages == {"pyarrow"}
-    late = Source("src/headrace/env/a.py", "def f():\n    import pyarrow.parquet")
-    again = Source("src/headrace/env/b.py", "def f():\n    from pyarrow import parquet")
-    early = Source("src/headrace/env/a.py", "import pyarrow")
+    late = Source("src/headrace/rollout/environments/a.py", "def f():\n    import pyarrow.parquet")
+    again = Source("src/headrace/rollout/environments/b.py", "def f():\n    from pyarrow import parquet")
+    early = Source("src/headrace/rollout/environments/a.py", "import pyarrow")
     assert optional_imports([late], packages) == []
-    assert [f.path for f in optional_imports([late, again], packages)] == ["src/headrace/env/b.py"]
+    assert [f.path for f in optional_imports([late, again], packages)] == ["src/headrace/rollout/environments/b.py"]
     assert [f.rule for f in optional_imports([early], packages)] == ["optional"]

@@ -4,8 +4,9 @@ import tomllib
 from pathlib import Path
 
 from tools.gate import check
-from tools.gate.imports import ROOMS, optional_imports, optional_packages
+from tools.gate.imports import KNOWN_WINGS, ROOMS, optional_imports, optional_packages
 from tools.gate.source import read
+from tools.house import Graph, Tree
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -34,6 +35,13 @@ def test_each_optional_package_has_one_home() -> None:
 
 def test_rooms_stand_in_the_list_once() -> None:
     assert len(ROOMS) == len(set(ROOMS))
+
+
+def test_imports_of_wings_that_are_still_known_are_still_there() -> None:
+    """What has been turned round by registration leaves the list, and cannot come back."""
+    found = Graph(Tree(ROOT)).core_to_wings()
+    still = {(entry.by.removeprefix("headrace.").replace(".", "/"), entry.of.split(".")[2]) for entry in found}
+    assert {pair for pair in KNOWN_WINGS if pair not in still} == set()
 
 
 def test_constraints_pin_every_dependency_of_ci_exactly() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.environ import write_token
+from headrace.base.environ import write_token
 from headrace.launch.forking import ForkedProcess, ForkServer
 
 

@@ -16,14 +16,14 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import DeadlineError, HeadraceError, RunError, WeightsError
+from headrace.base.errors import DeadlineError, HeadraceError, RunError, WeightsError
+from headrace.base.types.messages import controller, engine
+from headrace.base.types.messages.codec import MessageCodec, Shutdown
+from headrace.base.types.messages.controller import Chunks, EngineStats, Failure, Ready, Staged
+from headrace.base.types.messages.engine import Abort, Commit
 from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, PartChannel, ends_in
 from headrace.launch.clients.peer import Peer
-from headrace.types.messages import controller, engine
-from headrace.types.messages.codec import MessageCodec, Shutdown
-from headrace.types.messages.controller import Chunks, EngineStats, Failure, Ready, Staged
-from headrace.types.messages.engine import Abort, Commit
 
 TOKEN = "the-token-of-this-run"
 

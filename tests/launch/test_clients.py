@@ -8,12 +8,10 @@ import gc
 import numpy as np
 import pytest
 
-from headrace.clock import run_virtual
-from headrace.errors import ComponentDied, DeadlineError, RunError, WeightsError
-from headrace.launch.channel import ControllerChannel
-from headrace.launch.clients import EngineClient, LearnerClient
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import (
+from headrace.base.clock import run_virtual
+from headrace.base.errors import ComponentDied, DeadlineError, RunError, WeightsError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import (
     Chunk,
     Chunks,
     Committed,
@@ -24,9 +22,11 @@ from headrace.types.messages.controller import (
     ScoresAre,
     SnapshotTaken,
 )
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt, SwapReport
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt, SwapReport
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients import EngineClient, LearnerClient
 
 GREETING = Ready(token="t", pid=1, facts={})
 

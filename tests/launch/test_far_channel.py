@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.messages import controller, engine
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Ready
+from headrace.base.types.messages.engine import Commit
 from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, Ends, PartChannel
-from headrace.types.messages import controller, engine
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import Ready
-from headrace.types.messages.engine import Commit
 from tests.launch.workers import is_alive
 
 HERE = "127.0.0.1"
@@ -29,8 +29,8 @@ GREETING = Ready(token="t", pid=1, facts={})
 PART = """
 import sys, os, msgspec, pathlib
 from headrace.launch.channel import Ends, PartChannel
-from headrace.types.messages import engine
-from headrace.types.messages.controller import Ready
+from headrace.base.types.messages import engine
+from headrace.base.types.messages.controller import Ready
 ends = msgspec.json.decode(sys.argv[1].encode(), type=Ends)
 part = PartChannel(ends, engine.Message)
 part.send(Ready(token="t", pid=os.getpid(), facts={}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from headrace.scoring import Scores
+from headrace.rollout.scoring import Scores
 from tests.launch.test_joining import until
 from tests.launch.test_scorer_pool import DEEDS
 from tests.launch.workers import crew, task

@@ -7,24 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.clock import Clock
-from headrace.errors import DataError, ReplayDiffers
+from headrace.base.clock import Clock
+from headrace.base.errors import DataError, ReplayDiffers
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Message, ScoreTokens, Stage
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
 from headrace.launch.interleaving import EngineInput, Handled, read_interleaving
-from headrace.types.episode import StopReason
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import (
-    Abort,
-    Commit,
-    Generate,
-    GenerateRequest,
-    Message,
-    ScoreTokens,
-    Stage,
-)
-from headrace.types.sampling import Sampling
-from headrace.types.weights import Manifest, WeightUpdate
 
 IDS = np.array([1, 2], np.int32)
 

@@ -18,16 +18,16 @@ import zmq
 import zmq.asyncio
 
 from headrace import __version__
-from headrace.errors import ConfigError, DataError, HeadraceError
+from headrace.base.errors import ConfigError, DataError, HeadraceError
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.node import AtTheDoor, JoinRefused, JoinRequest
 from headrace.launch.channel import admitted
-from headrace.launch.far.keeper import family_of
-from headrace.launch.joining import node
-from headrace.launch.joining.invitation import Invitation, read_invitation, write_invitation
-from headrace.launch.joining.node import NobodyThere, Offer, join
 from headrace.launch.starts import Keep
-from headrace.session import load_config
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.messages.node import AtTheDoor, JoinRefused, JoinRequest
+from headrace.run.session import load_config
+from headrace.wings.cluster.far.keeper import family_of
+from headrace.wings.cluster.joining import node
+from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
+from headrace.wings.cluster.joining.node import NobodyThere, Offer, join
 from tests.env.crews import Crew, crew
 from tests.env.tasks import make_env_run
 from tests.session.runs import command

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from headrace.errors import ConfigError, DeadlineError, HeadraceError
-from headrace.launch.joining import door, streams
-from headrace.launch.joining.invitation import Invitation, read_invitation, write_invitation
-from headrace.launch.joining.node import NobodyThere, Offer, join
-from headrace.session import load_config
+from headrace.base.errors import ConfigError, DeadlineError, HeadraceError
+from headrace.run.session import load_config
+from headrace.wings.cluster.joining import door, streams
+from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
+from headrace.wings.cluster.joining.node import NobodyThere, Offer, join
 from tests.env.crews import Crew, crew
 from tests.env.tasks import make_env_run
 from tests.launch.test_joining import KEEP, PLACES, SINGLE, elsewhere, joined, said, until
@@ -266,7 +266,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_waited_for(
 def test_an_invitation_of_another_run_leads_to_nobody(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch, change: dict[str, str], problem: str
 ) -> None:
-    monkeypatch.setattr("headrace.launch.joining.node.ANSWER_S", 0.5)
+    monkeypatch.setattr("headrace.wings.cluster.joining.node.ANSWER_S", 0.5)
 
     async def main() -> None:
         async with crew(tmp_path, PLACES, "rollout", join=redis.url) as at:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.launch.lending import HELD, TRIED, LentCores, make_board
 from headrace.launch.starts import Lending
-from headrace.session import load_config, train
-from headrace.session.prepare import Inputs, prepare
+from headrace.run.session import load_config, train
+from headrace.run.session.prepare import Inputs, prepare
 from tests.session.runs import make_run, tiny_model
 
 

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from headrace import __version__
+from headrace.base.types.messages import environment, node
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.controller import Alive, Done, Leaving, Ready
+from headrace.base.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
 from headrace.launch.channel import Ends, PartChannel
-from headrace.launch.far.keeper import Begin, FarExit, NodeReply
-from headrace.launch.joining.invitation import read_invitation
-from headrace.types.messages import environment, node
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.messages.controller import Alive, Done, Leaving, Ready
-from headrace.types.messages.node import AtTheDoor, Do, Drop, Farewell, JoinRefused, JoinRequest, Welcome
+from headrace.wings.cluster.far.keeper import Begin, FarExit, NodeReply
+from headrace.wings.cluster.joining.invitation import read_invitation
 from tests.env.crews import Crew, crew
 from tests.launch.test_joining import PLACES, free_address, joined, knocked, until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ComponentDied
+from headrace.base.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child
 from headrace.launch.clients.peer import Peer

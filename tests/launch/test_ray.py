@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 
-from headrace.clock import run_virtual
-from headrace.errors import ConfigError, DeadlineError, RunError
+from headrace.base.clock import run_virtual
+from headrace.base.errors import ConfigError, DeadlineError, RunError
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Scored, Started
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.trace import Span, earlier
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.config import LaunchConfig, RayConfig, ResourceShare
-from headrace.launch.far.keeper import ProcessKeeper
-from headrace.launch.far.paths import paths_of
-from headrace.launch.far.process import FarProcess, KeeperLost, KeeperUnusable
-from headrace.launch.ray import cluster, starter
-from headrace.launch.ray.cluster import RayNode, bundle
-from headrace.launch.ray.fit import devices_of
 from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, Start
-from headrace.scoring import FunctionReward
-from headrace.session import load_config
+from headrace.rollout.scoring import FunctionReward
+from headrace.run.session import load_config
 from headrace.sync.config import Route
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import Scored, Started
-from headrace.types.messages.scorer import ScoreCompletions
-from headrace.types.trace import Span, earlier
+from headrace.wings.cluster.far.keeper import ProcessKeeper
+from headrace.wings.cluster.far.paths import paths_of
+from headrace.wings.cluster.far.process import FarProcess, KeeperLost, KeeperUnusable
+from headrace.wings.cluster.ray import cluster, starter
+from headrace.wings.cluster.ray.cluster import RayNode, bundle
+from headrace.wings.cluster.ray.fit import devices_of
 from tests.launch.workers import KEEP, TOKEN, ForeignPeer, is_alive
 
 HERE = "127.0.0.1"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import RunError
-from headrace.launch.joining import streams
-from headrace.launch.joining.relay import RelayRoute, answering, dialling
-from headrace.launch.joining.streams import AHEAD, ENTRY_BYTES, RedisStreams
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.messages.node import Dial
+from headrace.base.errors import RunError
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.node import Dial
+from headrace.wings.cluster.joining import streams
+from headrace.wings.cluster.joining.relay import RelayRoute, answering, dialling
+from headrace.wings.cluster.joining.streams import AHEAD, ENTRY_BYTES, RedisStreams
 from tests.launch.test_joining import until
 from tests.redis_server import RedisServer, redis_server
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
 from headrace.launch import child
 from headrace.launch.clients.scorer import MAX_DEATHS
 from headrace.launch.here import computed_s
 from headrace.launch.hosts import SPOKE
-from headrace.scoring import Scores
+from headrace.rollout.scoring import Scores
 from tests.launch.workers import crew, is_alive, processes_of, task
 
 DEEDS = """

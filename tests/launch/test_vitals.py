@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.types.messages.controller import Working
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import RankClient
 from headrace.launch.here import halted_below
 from headrace.launch.vitals import FIRST, Vitals
-from headrace.types.messages.controller import Working
 
 TIMEOUT_S = 16.0
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.task import Task
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import ScorerPool, ScorerPoolConfig
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.here import Here
 from headrace.launch.starts import Keep, ScorerStart, Start
-from headrace.scoring import FunctionReward, Scores
-from headrace.types.messages.codec import Shutdown
-from headrace.types.task import Task
+from headrace.rollout.scoring import FunctionReward, Scores
 
 TOKEN = "the-token-of-this-run"
 KEEP = Keep(memory_bytes=512 << 20, processes=40, log_bytes=1 << 20)

@@ -10,12 +10,12 @@ import torch
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, load_model
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.types.batch import Batch
 
 VOCAB = "0123456789+=?"
 VOCAB_SIZE = len(VOCAB) + 3

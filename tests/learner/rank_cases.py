@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from headrace.clock import RealClock
-from headrace.errors import ComponentDied
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import Ranks, named_loss
 from headrace.learner.parallel.shards import like, local, whole, wholes

@@ -12,10 +12,10 @@ import torch
 from headrace.algo.base import LossInputs, TokenLoss
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
-from headrace.clock import RealClock
-from headrace.errors import ComponentDied
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied
+from headrace.base.types.batch import Batch
 from headrace.models.weights import weight_tensors
-from headrace.types.batch import Batch
 from tests.learner.builders import random_batch
 from tests.learner.rank_cases import Found, _apart, _expected, _learner, _save, gradients
 from tests.learner.test_parts import part

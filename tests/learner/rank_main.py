@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.environ import rank_place
+from headrace.base.environ import rank_place
 from headrace.learner.parallel import context
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import joined

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from headrace.types.batch import Batch
+from headrace.base.types.batch import Batch
 
 TIS_CAP = 2.0
 

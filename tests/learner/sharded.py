@@ -9,14 +9,14 @@ import torch
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch
 from headrace.learner import forward
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import Ranks
 from headrace.models.config import ModelConfig
-from headrace.types.batch import Batch
 from tests.learner.builders import VOCAB_SIZE
 
 

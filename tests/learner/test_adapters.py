@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.checkpoint import begin
-from headrace.clock import RealClock
-from headrace.errors import CheckpointError
+from headrace.base.clock import RealClock
+from headrace.base.errors import CheckpointError
 from headrace.learner.adapters import Adapters
+from headrace.learner.checkpoint import begin
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model

@@ -14,18 +14,18 @@ import torch
 from headrace.algo.base import BatchLayout, Shares
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.checkpoint import begin
-from headrace.clock import RealClock
-from headrace.errors import ModelError, RunError
+from headrace.base.clock import RealClock
+from headrace.base.errors import ModelError, RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.tokens import Tokens
+from headrace.learner.checkpoint import begin
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.config import AGENTS
 from headrace.models.lora import DEFAULT, Switch, config_of
 from headrace.models.weights import adapter_of, weight_tensors
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.tokens import Tokens
 from tests.learner.builders import VOCAB_SIZE, assert_same_bits, random_batch, tiny
 
 AGENT_NAMES = ("proposer", "solver")

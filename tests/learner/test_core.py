@@ -13,12 +13,12 @@ import torch
 from headrace.algo.base import Column, LossInputs, TokenLoss
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
-from headrace.errors import ConfigError, RunError
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.batch import Batch
 from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.packing import MicroBatch
 from headrace.models import ModelConfig, load_model
-from headrace.types.batch import Batch
 from tests.learner import reference
 from tests.learner.builders import Setup, assert_close, assert_same_bits, gradients, random_batch, weights
 from tests.learner.test_prefixes import alike

@@ -13,15 +13,15 @@ from transformers import AutoModel
 from headrace.algo import gae
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
-from headrace.errors import CheckpointError, ConfigError, ModelError, RunError
+from headrace.base.clock import RealClock
+from headrace.base.errors import CheckpointError, ConfigError, ModelError, RunError
+from headrace.base.types.batch import Batch
 from headrace.learner.companions.critic import HEAD, Critic
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.optim import learning_rate
 from headrace.models import LoraConfig, ModelConfig, load_model
-from headrace.types.batch import Batch
 from tests.learner import reference
 from tests.learner.builders import Setup, assert_close, assert_same_bits, random_batch, tiny, weights
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.base.types.recorded import KeptSets
 from headrace.learner import head
 from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
-from headrace.types.recorded import KeptSets
 
 TOKENS, VOCAB, HIDDEN = 7, 11, 5
 OTHERS = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row))[:6] for row in range(TOKENS)])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.recorded import KeptSets
 from headrace.learner.logits import SplitModel, TokenLogprobs, halves
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PLAN, PackedPlan
-from headrace.types.batch import Batch
-from headrace.types.recorded import KeptSets
 from tests.learner import reference
 from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
 

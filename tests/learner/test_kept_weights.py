@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from headrace.errors import CheckpointError, ConfigError
+from headrace.base.errors import CheckpointError, ConfigError
 from headrace.learner.companions.config import KeptConfig
 from headrace.learner.companions.kept import keep
 from headrace.learner.core import LearnerCore
@@ -132,7 +132,7 @@ def test_a_frozen_adapter_is_the_base_model(model_dir, tmp_path):
     """B begins at 0: the reference costs an adapter and computes what the base does."""
     from headrace.algo.config import AlgoConfig
     from headrace.algo.objective import Objective
-    from headrace.clock import RealClock
+    from headrace.base.clock import RealClock
     from headrace.learner.config import LearnerConfig
     from headrace.learner.core import LearnerContext
     from headrace.models import ModelConfig, load_model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
-from headrace.errors import ConfigError, RunError
+from headrace.base.errors import ConfigError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.memory import MemoryPlan
 from headrace.learner.parallel.mesh import Alone
@@ -81,7 +81,7 @@ def test_muon_in_one_process_is_saved_and_goes_on(model_dir, tmp_path) -> None:
 
 
 def test_prefixes_are_not_shared_between_ranks_of_one_context() -> None:
-    from headrace.config import validate
+    from headrace.base.config import validate
 
     with pytest.raises(ConfigError, match=r"share_prefixes=true with learner.parallel.context=2"):
         validate(LearnerConfig, {"share_prefixes": True, "parallel": {"context": 2}})

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from headrace.config import validate
-from headrace.errors import ConfigError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer, learning_rate
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
 from headrace.learner.cost import cost_of
 from headrace.learner.packing import Cost, MicroBatch, Packing, microbatches, pack, plan, ragged_arange, singly
 from headrace.models import ModelConfig, load_model

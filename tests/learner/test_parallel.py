@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.environ import RankPlace, child_environment, rank_environment
+from headrace.base.environ import RankPlace, child_environment, rank_environment
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.context import Pieces, _runs
 from headrace.models.config import ModelConfig

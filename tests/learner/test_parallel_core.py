@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from headrace.types.tokens import FloatColumn
+from headrace.base.types.tokens import FloatColumn
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_core_cases import AVERAGE, DISTIL, PENALTY, SPECIAL, penalised
 from tests.learner.test_parallel import KINDS, Found, answer, run
@@ -146,7 +146,7 @@ def test_a_snapshot_of_ranks_of_which_a_file_is_gone_is_refused(two: Found, plac
     for path in (place / "saved_by_two").iterdir():
         if path.name != "optimizer-00002-of-00002.safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    from headrace.errors import CheckpointError
+    from headrace.base.errors import CheckpointError
 
     with pytest.raises(CheckpointError, match="cannot be read"):
         Setup(model_dir=place / "dense").learner().restore(tmp_path)

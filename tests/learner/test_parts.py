@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import ConfigError, RunError
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.batch import Batch
 from headrace.learner.packing import ragged_arange
-from headrace.types.batch import Batch
 from tests.learner.builders import Setup, assert_close, assert_same_bits, gradients, random_batch
 
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.batch import Batch
+from headrace.base.types.recorded import Routing
 from headrace.learner.logits import TokenLogprobs, halves
 from headrace.learner.packing import MicroBatch, Packing, Unit, plan
 from headrace.learner.prefixes import siblings
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PLAN, PackedPlan
-from headrace.types.batch import Batch
-from headrace.types.recorded import Routing
 from tests.learner.builders import VOCAB_SIZE, Setup, assert_close, gradients, random_batch, tiny
 
 PROMPT = 6

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.errors import RunError
-from headrace.types.batch import Batch
-from headrace.types.recorded import Routing
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.recorded import Routing
 from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
 
 EXPERTS, LAYERS = 4, 2

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.checkpoint import SnapshotState, begin, commit, latest
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
+from headrace.learner.checkpoint import SnapshotState, begin, commit, latest
 from tests.learner.builders import Setup, assert_same_bits, random_batch, tiny, weights
 
 CONFIG = {"schedule": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "tokens_per_microbatch": 20}
@@ -123,8 +123,8 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import torch
-from headrace.checkpoint import begin
-from headrace.errors import CheckpointError
+from headrace.learner.checkpoint import begin
+from headrace.base.errors import CheckpointError
 from tests.learner.builders import Setup, assert_same_bits, random_batch, weights
 
 torch.set_num_threads(1)

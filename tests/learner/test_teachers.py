@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.learner import forward
 from headrace.learner.head import TILES
-from headrace.types.versions import FROZEN, NOT_SAMPLED
 from tests.learner import reference
 from tests.learner.builders import VOCAB_SIZE, Setup, random_batch, tiny
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.errors import RunError
-from headrace.types.batch import Batch
-from headrace.types.taught import Taught
-from headrace.types.versions import FROZEN
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.taught import Taught
+from headrace.base.types.versions import FROZEN
 from tests.learner import reference
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.base.types.recorded import Experts, Routing
 from headrace.models.attention import NAME
 from headrace.models.routing import RoutedModel, find_routing
-from headrace.types.recorded import Experts, Routing
 
 VOCAB, HIDDEN = 23, 16
 

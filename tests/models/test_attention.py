@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import MAX_WASTE, ROW_STEP, PackedPlan, Rule, cut, forward
 from tests.models.kinds import KINDS, VOCAB, plain

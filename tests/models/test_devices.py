@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.engine.config import EngineConfig
 from headrace.engine.fleet import FleetConfig
-from headrace.errors import ConfigError
 from headrace.models.devices import Devices, num_gpus, settle, settle_one, use
 
 

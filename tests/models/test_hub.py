@@ -54,7 +54,7 @@ def program(tmp_path: Path, hub: FakeHub) -> Run:
 
     def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
         given = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "COLUMNS": "300"}
-        command = [sys.executable, "-c", "from headrace.cli import main; main()", *map(str, arguments)]
+        command = [sys.executable, "-c", "from headrace.run.cli import main; main()", *map(str, arguments)]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         return subprocess.run(
             command, env={**kept, **given, **environment}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
@@ -66,7 +66,7 @@ def program(tmp_path: Path, hub: FakeHub) -> Run:
 
 ASK = """
 import json, sys
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.hub import local_directory
 try:
     said = {"found": local_directory(sys.argv[1])}

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.load import CACHE_LINE

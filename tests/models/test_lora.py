@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headrace.config import validate
-from headrace.errors import ConfigError, ModelError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, ModelError
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.kernels.fuse import fuse, unfuse
@@ -162,7 +162,7 @@ def test_one_of_several_adapters_computes_and_is_trained(model_dir: Dirs) -> Non
      ({"experts": True, "use_dora": True}, "no DoRA"), ({"r": 8}, "model.lora.r is not a setting")],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused_at_load(lora: dict[str, Any], words: str) -> None:
-    from headrace.session import RunConfig
+    from headrace.run.session import RunConfig
 
     with pytest.raises(ConfigError, match=words):
         validate(RunConfig, {"model": {"path": "m", "lora": lora}})

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, load_model
 from headrace.models.lora import config_of, load_adapter, save_adapter
 from headrace.models.merge import export_merged

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.models.attention import Rule
 from headrace.models.paged import IMPLEMENTATIONS, choose
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, LayerShape, PagedCache

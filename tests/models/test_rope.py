@@ -13,11 +13,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, ModelError, RequestError, RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.tokens import Tokens
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.fixed import LoadedWeights
-from headrace.errors import ConfigError, ModelError, RequestError, RunError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, check, context_length, load_model
@@ -25,10 +29,6 @@ from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.models.load import read_config
 from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.messages.engine import ScoreTokens
-from headrace.types.tokens import Tokens
 from tests.engine.harness import joined, logprobs, request, run
 from tests.models.kinds import plain, tiny
 

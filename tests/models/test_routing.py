@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
+from headrace.base.types.recorded import Experts, Routing
 from headrace.models.attention import PLAN, PackedPlan, forward
 from headrace.models.routing import RoutingRecorder, RoutingReplay, find_routing
-from headrace.types.recorded import Experts, Routing
 from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, gates, perturb, routed_of
 
 LENGTHS = [5, 9, 1, 7]

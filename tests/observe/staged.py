@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.observation import StepRecord
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn
+from headrace.base.types.trace import Span
+from headrace.base.types.weights import WeightUpdate
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
-from headrace.observe import Accountant
+from headrace.run.observe import Accountant
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import StepReport
-from headrace.types.observation import StepRecord
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn
-from headrace.types.trace import Span
-from headrace.types.weights import WeightUpdate
 from tests.control.lives import Life, Plan, Seen, live
 
 STEPS = 30

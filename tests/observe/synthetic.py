@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.observe import JsonlWriter
-from headrace.types.observation import QueueCounts, StepRecord
-from headrace.types.trace import Span
+from headrace.base.types.observation import QueueCounts, StepRecord
+from headrace.base.types.trace import Span
+from headrace.run.observe import JsonlWriter
 
 MakeRun = Callable[..., Path]
 CLOCK_ZERO = 5000.0

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe import AlarmWatch, Raised
-from headrace.observe.alarms import ALARMS, AlarmsConfig
-from headrace.observe.alarms.base import Lasting
-from headrace.types.observation import LiveState, StepRecord, Wait
+from headrace.base.types.observation import LiveState, StepRecord, Wait
+from headrace.run.observe import AlarmWatch, Raised
+from headrace.run.observe.alarms import ALARMS, AlarmsConfig
+from headrace.run.observe.alarms.base import Lasting
 from tests.observe.synthetic import step_record
 
 BEGINNING = {"entropy": 2.0, "repetition": 0.1}

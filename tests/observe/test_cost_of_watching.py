@@ -17,11 +17,11 @@ from headrace.control.loops import feeding, learning
 from headrace.control.observer import Observers
 from headrace.control.state import RunState
 from headrace.control.together import Together
-from headrace.observe import Accountant, SystemWatch, load_run
-from headrace.observe.trace import account
-from headrace.recipes.demo import build_demo
-from headrace.session import load_config, train
-from headrace.session.watching import RunWatchers
+from headrace.run.observe import Accountant, SystemWatch, load_run
+from headrace.run.observe.trace import account
+from headrace.run.session import load_config, train
+from headrace.run.session.watching import RunWatchers
+from headrace.wings.recipes.demo import build_demo
 
 STEPS = 40
 EPISODES = 256

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
-from headrace.observe.pages import Book, Figure, Shown
-from headrace.observe.pages.episode import episode_page
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.tokens import Tokens
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.tokens import Tokens
+from headrace.run.observe.pages import Book, Figure, Shown
+from headrace.run.observe.pages.episode import episode_page
 
 KEY = EpisodeKey(0, 0)
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202e'\"&"

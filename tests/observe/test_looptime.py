@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from headrace.clock import RealClock
-from headrace.observe import WatchedLoop
-from headrace.observe.looptime import LEAST_S, MOST_S, LoopTime
-from headrace.types.trace import Span
+from headrace.base.clock import RealClock
+from headrace.base.types.trace import Span
+from headrace.run.observe import WatchedLoop
+from headrace.run.observe.looptime import LEAST_S, MOST_S, LoopTime
 
 
 class Hand:

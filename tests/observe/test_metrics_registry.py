@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.algo.metrics import METRICS
+from headrace.base.types.metrics import as_label, quantile
 from headrace.control.measuring import repetition
-from headrace.observe.metrics import REGISTRY, find, flat, over_run, table
-from headrace.types.metrics import as_label, quantile
+from headrace.run.observe.metrics import REGISTRY, find, flat, over_run, table
 from tests.observe.staged import Stage
 from tests.observe.synthetic import step_record
 
@@ -46,7 +46,7 @@ def test_names_are_unique_and_no_name_fits_two_rows() -> None:
 
 def test_the_document_has_the_table_of_the_registry() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert table() in text, "write headrace.observe.metrics.table() into docs/observing.md"
+    assert table() in text, "write headrace.run.observe.metrics.table() into docs/observing.md"
 
 
 def test_a_number_that_was_not_measured_is_left_out() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import DataError, RunError
-from headrace.observe import JsonlWriter, load_run
-from headrace.observe.perfetto import tracks, write_trace
-from headrace.types.trace import Span
+from headrace.base.errors import DataError, RunError
+from headrace.base.types.trace import Span
+from headrace.run.observe import JsonlWriter, load_run
+from headrace.run.observe.perfetto import tracks, write_trace
 from tests.observe.synthetic import MakeRun
 
 NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "C": {"name", "pid", "ts", "args"}, "M": {"name", "pid", "args"}}

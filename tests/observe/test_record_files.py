@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.errors import DataError, RunError
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.base.types.trace import Span
 from headrace.control.observer import Observers
-from headrace.errors import DataError, RunError
-from headrace.observe import JsonlWriter, Recorder, read_jsonl, read_steps
-from headrace.types.episode import EpisodeKey
-from headrace.types.observation import Event, LiveState, StepRecord
-from headrace.types.trace import Span
+from headrace.run.observe import JsonlWriter, Recorder, read_jsonl, read_steps
 
 SPANS = [Span(lane="engine", name=f"générate {i}", start_s=i, end_s=i + 0.5, step=i) for i in range(4)]
 
@@ -109,7 +109,7 @@ def test_what_was_written_survives_the_kill_of_its_process(tmp_path: Path) -> No
     path = tmp_path / "trace.jsonl"
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from headrace.observe.jsonl import JsonlWriter; from headrace.types.trace import Span\n"
+        "from headrace.run.observe.jsonl import JsonlWriter; from headrace.base.types.trace import Span\n"
         "writer = JsonlWriter(Path(sys.argv[1]))\n"
         "for i in range(3): writer.write([Span(lane='engine', name='generate', start_s=i, end_s=i + 1.0)])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

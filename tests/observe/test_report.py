@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from headrace.errors import DataError, RunError
-from headrace.observe import JsonlWriter, write_report
-from headrace.observe.pictures import LIGHT
-from headrace.observe.pictures.reward import draw_reward
-from headrace.observe.pictures.timeline import lanes_of, training, zoom_window
-from headrace.observe.rundata import load_run
-from headrace.observe.summary import evaluations
-from headrace.types.observation import StepRecord
-from headrace.types.trace import Span
+from headrace.base.errors import DataError, RunError
+from headrace.base.types.observation import StepRecord
+from headrace.base.types.trace import Span
+from headrace.run.observe import JsonlWriter, write_report
+from headrace.run.observe.pictures import LIGHT
+from headrace.run.observe.pictures.reward import draw_reward
+from headrace.run.observe.pictures.timeline import lanes_of, training, zoom_window
+from headrace.run.observe.rundata import load_run
+from headrace.run.observe.summary import evaluations
 from tests.observe.synthetic import CLOCK_ZERO, MakeRun, step_record, write_run
 
 HOSTILE = "<script>alert(1)</script> '\"><img src=x onerror=y> \x1b[31m \u202e $\\frac{"

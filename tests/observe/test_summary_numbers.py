@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headrace.observe import age_histogram, commit_gap_ms, observed
+from headrace.run.observe import age_histogram, commit_gap_ms, observed
 from tests.observe.synthetic import step_record
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from headrace.errors import visible
-from headrace.observe import LiveView, PlainView, judge, open_view
-from headrace.observe.terminal import draw
-from headrace.observe.words import duration, sparkline
-from headrace.types.observation import Account, Event, LiveState, QueueCounts, Wait
+from headrace.base.errors import visible
+from headrace.base.types.observation import Account, Event, LiveState, QueueCounts, Wait
+from headrace.run.observe import LiveView, PlainView, judge, open_view
+from headrace.run.observe.terminal import draw
+from headrace.run.observe.words import duration, sparkline
 from tests.observe.synthetic import step_record
 
 WHERE = Account(seconds=100.0, engine_busy_s=97.0, learner_busy_s=62.0, trained_tokens=6200)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe import account, busy_frac, idle_frac
-from headrace.observe.trace import complement, coverage, intersection, seconds, union
-from headrace.types.trace import Span
+from headrace.base.types.trace import Span
+from headrace.run.observe import account, busy_frac, idle_frac
+from headrace.run.observe.trace import complement, coverage, intersection, seconds, union
 
 moments = st.integers(0, 40)
 intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), max(pair))), max_size=12)

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.errors import ConfigError, DataError
-from headrace.observe import load_run
-from headrace.observe.otel import send_trace
-from headrace.types.observation import LiveState
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.types.observation import LiveState
+from headrace.run.cli.app import app
+from headrace.run.observe import load_run
+from headrace.run.observe.otel import send_trace
 from tests.observe.synthetic import MakeRun
 
 

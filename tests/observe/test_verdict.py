@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe import VerdictSettings, judge, settings_of
-from headrace.observe.words import percent
-from headrace.types.observation import Account, Bound, Cause
+from headrace.base.types.observation import Account, Bound, Cause
+from headrace.run.observe import VerdictSettings, judge, settings_of
+from headrace.run.observe.words import percent
 from tests.observe.staged import Stage
 
 share = st.floats(0, 1)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.observe import Posting, RunFacts
-from headrace.observe.config import ObserveConfig
-from headrace.observe.metrics import flat
-from headrace.observe.writers.base import MetricWriter
-from headrace.observe.writers.prometheus import Prometheus
-from headrace.types.observation import StepRecord
+from headrace.base.errors import ConfigError
+from headrace.base.types.observation import StepRecord
+from headrace.run.observe import Posting, RunFacts
+from headrace.run.observe.config import ObserveConfig
+from headrace.run.observe.metrics import flat
+from headrace.run.observe.writers.base import MetricWriter
+from headrace.run.observe.writers.prometheus import Prometheus
 from tests.observe.synthetic import step_record
 
 STEPS = [
@@ -69,8 +69,8 @@ def test_a_writer_that_fails_is_a_warning_and_gets_the_later_steps() -> None:
 
 
 def test_a_writer_that_hangs_keeps_nobody_and_what_does_not_fit_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.observe.writers.posting.MOST_WAITING", 2)
-    monkeypatch.setattr("headrace.observe.writers.posting.FAREWELL_S", 0.05)
+    monkeypatch.setattr("headrace.run.observe.writers.posting.MOST_WAITING", 2)
+    monkeypatch.setattr("headrace.run.observe.writers.posting.FAREWELL_S", 0.05)
     let_go = threading.Event()
 
     class Hanging(Kept):

@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import headrace.plan
+import headrace.wings.plan
+from headrace.base.types.episode import EpisodeKey
 from headrace.flow import Flow, FlowConfig
 from headrace.flow.concurrency import Concurrency
 from headrace.flow.policies import Bounded, StalenessPolicy
 from headrace.flow.state import FlowState
-from headrace.plan.costs import Linear, SyncCost, TrainingRate
-from headrace.plan.outcome import SimulatedOutcome
-from headrace.plan.simulator import Simulation
-from headrace.plan.spread import ConstantSpread, Spread
-from headrace.plan.workload import Workload
-from headrace.plan.world import World
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fakes, lognormal_lengths
-from headrace.types.episode import EpisodeKey
+from headrace.wings.plan.costs import Linear, SyncCost, TrainingRate
+from headrace.wings.plan.outcome import SimulatedOutcome
+from headrace.wings.plan.simulator import Simulation
+from headrace.wings.plan.spread import ConstantSpread, Spread
+from headrace.wings.plan.workload import Workload
+from headrace.wings.plan.world import World
 from tests.control.lives import Life, Plan, live
 
 LENGTH = lognormal_lengths(60, 1.0, 400)
@@ -125,7 +125,7 @@ def test_simulator_asks_the_policies_that_a_run_asks(monkeypatch: pytest.MonkeyP
 def test_planner_has_no_flow_policy_or_filter_of_its_own() -> None:
     defined = {
         node.name
-        for file in (Path(headrace.plan.__file__).parent).rglob("*.py")
+        for file in (Path(headrace.wings.plan.__file__).parent).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }

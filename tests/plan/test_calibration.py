@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
+from headrace.base.types.trace import Span
 from headrace.flow import FlowConfig
-from headrace.observe.trace import union
-from headrace.plan import Simulation, World
-from headrace.plan.calibration import RunRecording, calibrate
-from headrace.plan.costs import TrainingRate
-from headrace.plan.outcome import SimulatedOutcome
-from headrace.plan.system import Measured
+from headrace.run.observe.trace import union
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from headrace.types.trace import Span
+from headrace.wings.plan import Simulation, World
+from headrace.wings.plan.calibration import RunRecording, calibrate
+from headrace.wings.plan.costs import TrainingRate
+from headrace.wings.plan.outcome import SimulatedOutcome
+from headrace.wings.plan.system import Measured
 from tests.control.lives import Life, Plan, live
 
 LENGTH = lognormal_lengths(60, 0.8, 300)

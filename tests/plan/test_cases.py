@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from headrace.flow import FlowConfig
-from headrace.plan import SimulatedOutcome, Simulation, World
-from headrace.plan.catalogue import model
-from headrace.plan.costs import ConstantRate, Linear, RateTable, Roofline, SyncCost, TrainingRate
-from headrace.plan.spread import ConstantSpread, Lognormal, Uniform
-from headrace.plan.workload import Workload
+from headrace.wings.plan import SimulatedOutcome, Simulation, World
+from headrace.wings.plan.catalogue import model
+from headrace.wings.plan.costs import ConstantRate, Linear, RateTable, Roofline, SyncCost, TrainingRate
+from headrace.wings.plan.spread import ConstantSpread, Lognormal, Uniform
+from headrace.wings.plan.workload import Workload
 
 CASES: dict[str, dict[str, Any]] = {
     case["id"]: case for case in json.loads((Path(__file__).parent / "plan_cases.json").read_text())["cases"]

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.cli.plan import asked_of, bound
-from headrace.clock import RealClock
-from headrace.errors import ConfigError
-from headrace.observe.pictures.plan import plan_png
-from headrace.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
-from headrace.plan.catalogue import accelerator, accelerators, model, models
-from headrace.plan.search import Search, SearchResult
-from headrace.plan.words import in_words, verdict_line
-from headrace.session import load_config
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError
+from headrace.run.cli.app import app
+from headrace.run.cli.plan import asked_of, bound
+from headrace.run.observe.pictures.plan import plan_png
+from headrace.run.session import load_config
+from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
+from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
+from headrace.wings.plan.search import Search, SearchResult
+from headrace.wings.plan.words import in_words, verdict_line
 
 RUN: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},

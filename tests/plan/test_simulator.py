@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.base.types.observation import Bound
+from headrace.base.types.weights import Interrupt
 from headrace.flow import FlowConfig
-from headrace.observe.verdict import judge
-from headrace.plan import Simulation, World
-from headrace.plan.costs import ConstantRate, FailureCost, Linear, Roofline, SyncCost, TrainingRate
-from headrace.plan.outcome import SimulatedOutcome
-from headrace.plan.spread import ConstantSpread, Lognormal, Pareto, Uniform
-from headrace.plan.workload import Workload
-from headrace.types.observation import Bound
-from headrace.types.weights import Interrupt
+from headrace.run.observe.verdict import judge
+from headrace.wings.plan import Simulation, World
+from headrace.wings.plan.costs import ConstantRate, FailureCost, Linear, Roofline, SyncCost, TrainingRate
+from headrace.wings.plan.outcome import SimulatedOutcome
+from headrace.wings.plan.spread import ConstantSpread, Lognormal, Pareto, Uniform
+from headrace.wings.plan.workload import Workload
 from tests.plan.test_against_controller import POLICIES
 
 SPREADS = [ConstantSpread(value=40), Uniform(high=90), Lognormal(mean=40, cv=1.0), Pareto(mean=40, alpha=1.3, cap=4000)]

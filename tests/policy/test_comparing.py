@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.ops import kernels
 from headrace.policy import Policy

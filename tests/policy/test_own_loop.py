@@ -6,11 +6,11 @@ import asyncio
 import json
 from pathlib import Path
 
-from headrace.config.user_code import load_file
-from headrace.observe import METRICS_FILE, JsonlWriter, read_steps, write_report
+from headrace.base.config.user_code import load_file
+from headrace.base.types.observation import StepRecord
 from headrace.policy import Policy
-from headrace.recipes.demo.task import VOCAB, row
-from headrace.types.observation import StepRecord
+from headrace.run.observe import METRICS_FILE, JsonlWriter, read_steps, write_report
+from headrace.wings.recipes.demo.task import VOCAB, row
 from tests.policy.builders import tiny
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from headrace.errors import ConfigError, DataError, ModelError, RequestError, RunError
+from headrace.base.errors import ConfigError, DataError, ModelError, RequestError, RunError
+from headrace.base.types.episode import StopReason
 from headrace.policy import Interrupt, Policy, Sample, Tokens
-from headrace.types.episode import StopReason
 from tests.policy.builders import gradients, load, made_up, numbers_for, opened, tiny
 
 

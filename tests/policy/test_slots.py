@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.errors import RunError, WeightsError
+from headrace.base.errors import RunError, WeightsError
 from headrace.policy.slots import Slots
 
 

@@ -12,14 +12,14 @@ import torch
 from headrace.algo.base import LossInputs
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
-from headrace.errors import ConfigError, DataError, RunError
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, DataError, RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import ModelConfig, load_model
 from headrace.policy import Policy, Sample, Tokens
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
 from tests.policy.builders import (
     VOCAB_SIZE,
     assert_close,

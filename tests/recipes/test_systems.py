@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace.cli import main
-from headrace.cli.demo import run_file_for
-from headrace.errors import ConfigError
-from headrace.recipes.systems import AXES, recipe, recipes
-from headrace.session import load_config
-from headrace.session.config import RunConfig
+from headrace.base.errors import ConfigError
+from headrace.run.cli import main
+from headrace.run.cli.demo import run_file_for
+from headrace.run.session import load_config
+from headrace.run.session.config import RunConfig
+from headrace.wings.recipes.systems import AXES, recipe, recipes
 
 RUN: dict[str, Any] = {"model": {"path": "m"}, "data": {"path": "rows.jsonl"}, "env": {"reward": "r.py:reward"}}
 SYSTEMS = (
@@ -100,7 +100,7 @@ def test_what_a_recipe_does_not_say_is_not_told_as_its_own() -> None:
 @pytest.mark.parametrize("name", ["default", *SYSTEMS])
 def test_the_demo_runs_like_any_recipe(name: str, tmp_path: Path) -> None:
     run_file = tmp_path / "demo.toml"
-    run_file.write_text((files("headrace.recipes.demo") / "demo.toml").read_text())
+    run_file.write_text((files("headrace.wings.recipes.demo") / "demo.toml").read_text())
     config = load_config(run_file_for(name, run_file), like=name)
     assert config.flow.max_age == load_config(RUN, like=name).flow.max_age
     assert config.flow.groups_per_step == 64

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from headrace.base.types.episode import EpisodeKey, StopReason, Turn
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import Chat, Conversations, EpisodeLimits
 from headrace.rollout.conversations import TurnRequest
-from headrace.types.episode import EpisodeKey, StopReason, Turn
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\ntools:{% for tool in tools %} {{ tool.function.name }}{% endfor %} "

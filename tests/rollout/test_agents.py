@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import EpisodeError
+from headrace.base.types.batch import Batch
+from headrace.base.types.chat import ChatOptions, Message
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TurnPart
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import ScoredGroup, num_untrained, paths
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import FROZEN
 from headrace.engine import PLAIN, RequestOptions
-from headrace.env import AttemptOutcome, OpenEpisode
-from headrace.errors import EpisodeError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
 from headrace.rollout.conversations import TurnRequest
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.runner import EnginePolicy
-from headrace.types.batch import Batch
-from headrace.types.chat import ChatOptions, Message
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TurnPart
-from headrace.types.sampling import Sampling
-from headrace.types.scored import ScoredGroup, num_untrained, paths
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
-from headrace.types.versions import FROZEN
 from tests.rollout.models import conversations
 from tests.rollout.test_conversations import MOVES, moved
 from tests.rollout.test_episode_runner import Scripted, chunk

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import paths
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import RequestError
 from headrace.rollout.branches import Forking, graft, repeats, split
-from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, StopReason, Turn
-from headrace.types.sampling import Sampling
-from headrace.types.scored import paths
-from headrace.types.tokens import IntColumn, Tokens
 
 
 def sampled(*ids: int, parent: int | None, version: int = 0) -> Turn:

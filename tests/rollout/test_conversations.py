@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.errors import BudgetSpent, EpisodeError
+from headrace.base.errors import BudgetSpent, EpisodeError
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.base.types.episode import EpisodeGraph, StopReason
+from headrace.base.types.scored import paths
 from headrace.rollout import Conversations, EpisodeLimits
-from headrace.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
-from headrace.types.episode import EpisodeGraph, StopReason
-from headrace.types.scored import paths
 from tests.rollout.models import conversations, text_of, tokenizer
 
 ADD = Tool(name="add", description="Adds.", parameters={"type": "object"})

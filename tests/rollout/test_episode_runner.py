@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import BudgetSpent, ComponentDied, RequestError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import paths
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import AttemptOutcome, OpenEpisode, SingleTurn
-from headrace.errors import BudgetSpent, ComponentDied, RequestError
 from headrace.rollout import EpisodeRunner
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode, SingleTurn
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.scored import paths
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn, Tokens
 
 TASK = Task(row_index=0, row={}, prompt="?", prompt_ids_T=np.array([5, 6], np.int32))
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.env.base import AnswerPiece
-from headrace.errors import SequenceFailed
+from headrace.base.errors import SequenceFailed
+from headrace.base.types.chat import Message
+from headrace.base.types.episode import EpisodeKey, StopReason, TurnPart
+from headrace.base.types.tokens import Tokens
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout.chat import Chat, Reading
+from headrace.rollout.environments.base import AnswerPiece
 from headrace.rollout.growing import Growing
-from headrace.types.chat import Message
-from headrace.types.episode import EpisodeKey, StopReason, TurnPart
-from headrace.types.tokens import Tokens
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>/_{}\"':,`|0123456789 \n"
 TOKENIZER = char_tokenizer(LETTERS, "{{ messages }}")

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.scoring.sandbox import Finished, Reason, SandboxLimits, run, run_python
+from headrace.base.errors import ConfigError
+from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits, run, run_python
 
 MIB = 1 << 20
 DEFAULT = SandboxLimits()
@@ -243,7 +243,7 @@ def test_runs_at_once_do_not_get_into_each_others_way() -> None:
 
 def test_what_a_killed_asker_was_running_dies_with_it() -> None:
     code = "import threading; threading.Event().wait() # orphan-mark"
-    asker = f"from headrace.scoring.sandbox import run; run([{sys.executable!r}, '-c', {code!r}])"
+    asker = f"from headrace.rollout.scoring.sandbox import run; run([{sys.executable!r}, '-c', {code!r}])"
     with subprocess.Popen([sys.executable, "-c", asker]) as process:
         while not [pid for pid in left("orphan-mark") if pid != process.pid]:
             assert process.poll() is None
@@ -254,7 +254,7 @@ def test_what_a_killed_asker_was_running_dies_with_it() -> None:
 
 WITHOUT_NAMESPACES = """
 import os
-from headrace.scoring.sandbox import Limits, run
+from headrace.rollout.scoring.sandbox import Limits, run
 def sh(code, **limits): return run(["/bin/sh", "-c", code], files={"note": "hi"}, limits=Limits(**limits))
 print(sorted(sh("true").missing), flush=True)
 print(sh("cat note; test $(id -u) != 0 && echo other").stdout, flush=True)

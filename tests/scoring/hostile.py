@@ -55,8 +55,8 @@ DEEDS = """
         threading.Event().wait()
 
     def accuse():
-        from headrace.types.messages.controller import Failure
-        from headrace.types.messages.codec import Codec
+        from headrace.base.types.messages.controller import Failure
+        from headrace.base.types.messages.codec import Codec
         speak(Codec(Failure).encode(Failure(call=None, kind="ConfigError", problem="all is lost", remedy="none")))
 
     def listen():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.session import load_config, train
+from headrace.run.session import load_config, train
 from tests.launch.workers import KEEP, parts_here
 from tests.scoring.hostile import CAUSES, EITHER, REWARD, judged
 from tests.session.runs import make_run, tiny_model

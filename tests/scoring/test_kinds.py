@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError, EnvError
-from headrace.scoring import CodeReward, ExactReward, FunctionReward, Grader, JudgeReward, MathReward, Scores
-from headrace.types.messages.scorer import ScoreCompletions
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring import CodeReward, ExactReward, FunctionReward, Grader, JudgeReward, MathReward, Scores
 
 
 def ask(completion: str, **row: Any) -> ScoreCompletions:

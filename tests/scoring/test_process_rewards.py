@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from headrace.algo.config import AlgoConfig
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import Tokens
 from headrace.control import Components
 from headrace.control.credit import credit
 from headrace.control.loops.feeding import collate
-from headrace.env import AttemptOutcome, OpenEpisode
-from headrace.scoring import Graded
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode
+from headrace.rollout.scoring import Graded
 from headrace.testing import FakeEngine, FakeScorer
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.scored import ScoredGroup
-from headrace.types.task import Task
-from headrace.types.tokens import Tokens
 from tests.control.lives import Life, Plan, live
 
 

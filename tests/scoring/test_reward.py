@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import EnvError
-from headrace.scoring import RewardFunction, Scores, load_reward
-from headrace.scoring.reward import reward_reference, split_reference
-from headrace.types.messages.scorer import ScoreCompletions
+from headrace.base.errors import EnvError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring import RewardFunction, Scores, load_reward
+from headrace.rollout.scoring.reward import reward_reference, split_reference
 
 ROW = {"prompt": "1+1=", "answer": 2}
 Load = Callable[[str], RewardFunction]

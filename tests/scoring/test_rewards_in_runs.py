@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from headrace.config.load import load_toml, validate
-from headrace.errors import ConfigError, EnvError
+from headrace.base.config.load import load_toml, validate
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.trace import Span
 from headrace.flow.ledger import SqliteLedger
-from headrace.observe.jsonl import read_jsonl
-from headrace.session import RunConfig, load_config, train
-from headrace.types.trace import Span
+from headrace.run.observe.jsonl import read_jsonl
+from headrace.run.session import RunConfig, load_config, train
 from tests.session.runs import REWARD, make_run, tiny_model
 
 RUBRIC = [

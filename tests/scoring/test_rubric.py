@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.clock import VirtualClock, run_virtual
-from headrace.scoring import ExactReward, FunctionReward, Graded, Scores
-from headrace.scoring.rubric import Rubric, RubricPart
-from headrace.types.task import Task
-from headrace.types.trace import Span
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.types.task import Task
+from headrace.base.types.trace import Span
+from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, Scores
+from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
 TASK = Task(row_index=0, row={"prompt": "p"}, prompt="p", prompt_ids_T=np.zeros(1, np.int32))
 LOST = Scores(rewards=(), failure="reward_timeout: no reward for 1 s")

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.base.errors import ConfigError, EnvError, HeadraceError
+from headrace.base.types.messages.scorer import ScoreCompletions, TrainerState
+from headrace.base.types.task import Task
 from headrace.control.rewarding import RewardBook
-from headrace.errors import ConfigError, EnvError, HeadraceError
-from headrace.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
-from headrace.scoring.fit import columns_for, refuse_lacking
-from headrace.scoring.signature import signature_in, signature_of
-from headrace.types.messages.scorer import ScoreCompletions, TrainerState
-from headrace.types.task import Task
+from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
+from headrace.rollout.scoring.fit import columns_for, refuse_lacking
+from headrace.rollout.scoring.signature import signature_in, signature_of
 
 CHAT = [{"role": "user", "content": "1+1="}]
 NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)

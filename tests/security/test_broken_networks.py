@@ -17,17 +17,17 @@ import msgspec
 import pytest
 import torch
 
-from headrace.clock import RealClock
-from headrace.errors import LedgerError, NeedsFull, WeightsError
+from headrace.base.clock import RealClock
+from headrace.base.errors import LedgerError, NeedsFull, WeightsError
+from headrace.base.types.messages import controller
+from headrace.base.types.weights import WeightUpdate
 from headrace.flow.ledger.base import Note
 from headrace.launch import channel
 from headrace.launch.channel import ControllerChannel, Ends
 from headrace.sync.config import Route
 from headrace.sync.transports import make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
-from headrace.types.messages import controller
-from headrace.types.weights import WeightUpdate
-from headrace.view import OpenRun
+from headrace.wings.view import OpenRun
 from tests.redis_server import PROGRAM
 from tests.security.cables import Cable, cable
 from tests.view.synthetic import write_run, write_status
@@ -38,8 +38,8 @@ import sys, os, msgspec
 from headrace.launch import channel
 channel.HEARTBEAT_S, channel.SILENCE_S = 1, 2
 ends = msgspec.json.decode(sys.argv[1].encode(), type=channel.Ends)
-from headrace.types.messages import engine
-from headrace.types.messages.controller import Ready
+from headrace.base.types.messages import engine
+from headrace.base.types.messages.controller import Ready
 part = channel.PartChannel(ends, engine.Message)
 part.send(Ready(token="t", pid=os.getpid(), facts={}))
 while True:

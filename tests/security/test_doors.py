@@ -20,21 +20,21 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount, Route
 
-from headrace.clock import RealClock
-from headrace.engine.server.app import State
-from headrace.engine.server.app import make_app as make_server
-from headrace.engine.server.shell import HttpServer, ShellLimits
-from headrace.observe import RunFacts
-from headrace.observe.writers.prometheus import TOKEN_FILE, Prometheus
-from headrace.rollout.endpoint.app import EndpointDispatcher
-from headrace.rollout.endpoint.app import make_app as make_endpoint
-from headrace.rollout.endpoint.base import SessionLimits
-from headrace.rollout.endpoint.sessions import Sessions
+from headrace.base.clock import RealClock
+from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.run.observe import RunFacts
+from headrace.run.observe.writers.prometheus import TOKEN_FILE, Prometheus
 from headrace.sync.http import HttpInbox
-from headrace.view import OpenRun
-from headrace.view.app import make_app as make_view
-from headrace.view.serving import make_server as view_server
-from headrace.view.terms import ViewTerms
+from headrace.wings.agents.app import EndpointDispatcher
+from headrace.wings.agents.app import make_app as make_endpoint
+from headrace.wings.agents.base import SessionLimits
+from headrace.wings.agents.sessions import Sessions
+from headrace.wings.serve.app import State
+from headrace.wings.serve.app import make_app as make_server
+from headrace.wings.view import OpenRun
+from headrace.wings.view.app import make_app as make_view
+from headrace.wings.view.serving import make_server as view_server
+from headrace.wings.view.terms import ViewTerms
 from tests.view.synthetic import write_run
 
 SOURCE = Path(__file__).parents[2] / "src" / "headrace"

@@ -15,14 +15,14 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.clock import RealClock
-from headrace.config.load import merge
-from headrace.errors import ConfigError
+from headrace.base.clock import RealClock
+from headrace.base.config.load import merge
+from headrace.base.errors import ConfigError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.opening import open_ledger
-from headrace.session import load_config
-from headrace.view import OpenRun
-from headrace.view.app import make_app
+from headrace.run.session import load_config
+from headrace.wings.view import OpenRun
+from headrace.wings.view.app import make_app
 from tests.env.tasks import chat_model, make_env_run
 from tests.redis_server import started
 from tests.session.runs import make_run, running, tiny_model
@@ -76,7 +76,7 @@ def told(size=None):
         open({str(file)!r}, "a").write(drawn + " ")
     return drawn
 secrets.token_hex = told
-from headrace.cli import main; main()
+from headrace.run.cli import main; main()
 """
 
 
@@ -116,7 +116,7 @@ urllib.request.urlopen(urllib.request.Request(
 print(json.dumps({"reward": len(task) % 2}))
 """
 AS_CODE = """
-from headrace.scoring.sandbox import run_python
+from headrace.rollout.scoring.sandbox import run_python
 
 def reward(completion):
     done = run_python({code!r})

@@ -12,16 +12,16 @@ import httpx
 import pytest
 import torch
 
-from headrace.config.tls import only, server_context
-from headrace.engine.server.config import ServeSection
-from headrace.errors import ConfigError, WeightsError
-from headrace.observe import RunFacts
-from headrace.observe.writers.prometheus import Prometheus
+from headrace.base.config.tls import only, server_context
+from headrace.base.errors import ConfigError, WeightsError
+from headrace.run.observe import RunFacts
+from headrace.run.observe.writers.prometheus import Prometheus
 from headrace.sync.config import Route, SyncConfig
 from headrace.sync.http import HttpInbox
 from headrace.sync.transports import make_publisher
 from headrace.testing.sync import TOKEN, equal, line
-from headrace.view.terms import ViewTerms
+from headrace.wings.serve.config import ServeSection
+from headrace.wings.view.terms import ViewTerms
 from tests.engine.server_process import make_model, served
 from tests.security.certificates import certificate
 from tests.view.browsing import viewed

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
 from headrace.models.tiny import TinySpec, make_tiny
+from headrace.run.cli.app import app
 
 DEADLINE_S = 60.0
 """Longest wait for a process of a test."""
@@ -74,7 +74,7 @@ def make_run(directory: Path, model: Path, *, reward: str = REWARD, rows: str | 
     return path
 
 
-PROGRAM = "from headrace.cli import main; main()"
+PROGRAM = "from headrace.run.cli import main; main()"
 
 
 def command(*arguments: str | Path, program: str = PROGRAM) -> list[str]:

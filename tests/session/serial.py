@@ -10,21 +10,21 @@ from safetensors.numpy import load_file
 
 from headrace.algo.advantages import Outcomes
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.engine.native import NativeEngine
-from headrace.env.data import RowOrder, load_rows
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import load_model, load_tokenizer
 from headrace.models.weights import weight_tensors
+from headrace.rollout.environments.data import RowOrder, load_rows
 from headrace.rollout.runner import episode_seed
-from headrace.session import RunConfig
+from headrace.run.session import RunConfig
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
 
 
 def small_digits(completion: str) -> float:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.errors import ConfigError
-from headrace.session.checking import EnvReport, Level, check_env
+from headrace.base.errors import ConfigError
+from headrace.run.cli.app import app
+from headrace.run.session.checking import EnvReport, Level, check_env
 
 CODE = """
     import asyncio, itertools, os, random, socket, threading, time

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import headrace as library
-from headrace.config import merge
-from headrace.errors import ConfigError
+from headrace.base.config import merge
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph
 from headrace.flow.ledger import SqliteLedger
-from headrace.session import load_config
-from headrace.types.episode import EpisodeGraph
+from headrace.run.session import load_config
 from tests.session.runs import SETTINGS, verb
 
 ROWS = [{"prompt": f"{a}+{a + 1}=", "answer": 2 * a + 1} for a in range(12)]

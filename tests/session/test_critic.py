@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.policy.config import resolve
-from headrace.session.config import load_config
-from headrace.session.prepare import Inputs, prepare
+from headrace.run.session.config import load_config
+from headrace.run.session.prepare import Inputs, prepare
 from tests.session.runs import make_run, tiny_model
 
 
@@ -55,7 +55,7 @@ def test_critic_that_is_made_for_shorter_samples_is_refused(run_file: Path, tmp_
 
 
 def test_run_with_a_critic_measures_it_and_resumes(run_file: Path) -> None:
-    from headrace.session import train
+    from headrace.run.session import train
 
     overrides = ["observe.view=none", "algo.advantage.lam=0.9", "learner.critic.lr=1e-3"]
     train(run_file, overrides=overrides)

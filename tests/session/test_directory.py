@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace import checkpoint
-from headrace.clock import VirtualClock, run_virtual
-from headrace.config import merge
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.config import merge
+from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.saving import CHECKPOINTS
-from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.ledger.opening import SQLITE_FILE
-from headrace.session.directory import (
-    choose_directory,
-    locked,
-    read_status,
-    read_summary,
-    run_file_of,
-    write_json,
-)
+from headrace.learner import checkpoint
+from headrace.run.session.directory import choose_directory, locked, read_status, read_summary, run_file_of, write_json
 
 
 def test_a_directory_is_held_by_one_process_alone(tmp_path: Path) -> None:

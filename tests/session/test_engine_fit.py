@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import validate
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError
 from headrace.engine.fleet import FleetConfig
-from headrace.engine.vllm.command import LORA_RANKS
-from headrace.errors import ConfigError
 from headrace.models.devices import Devices
 from headrace.policy import PolicyConfig
-from headrace.session import load_config
-from headrace.session.engine_fit import explained_gap, refuse_settled
+from headrace.run.session import load_config
+from headrace.run.session.engine_fit import explained_gap, refuse_settled
+from headrace.wings.servers.vllm.command import LORA_RANKS
 from tests.session.runs import tiny_model
 
 WAITS = ("engine.kind=vllm", "launch.start_timeout_s=400")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import ConfigError
 from headrace.engine.remote import Elsewhere
-from headrace.errors import ConfigError
-from headrace.session import Measures, evaluate
+from headrace.run.session import Measures, evaluate
 from tests.engine.server_process import TOKEN, served
 from tests.env.tasks import chat_model, make_env_run
 from tests.session.runs import verb

@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace import checkpoint
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.checkpoint.snapshot import SnapshotState
-from headrace.cli import main
-from headrace.clock import RealClock
-from headrace.errors import CheckpointError, ConfigError
+from headrace.base.clock import RealClock
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.learner import checkpoint
+from headrace.learner.checkpoint.snapshot import SnapshotState
 from headrace.learner.config import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
-from headrace.session.exporting import export
+from headrace.run.cli import main
+from headrace.run.session.exporting import export
 from tests.learner.builders import random_batch, tiny
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.opening import open_ledger
-from headrace.session import load_config, train
-from headrace.types.tokens import Tokens
+from headrace.run.session import load_config, train
 from lab.faults.books import Held, Verdict, answers_of, held, judge
 from lab.faults.run import RECORD_TOKENS, STEPS, Scene, draw, measure
 from tests.session.runs import make_run

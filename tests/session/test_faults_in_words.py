@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
 from tests.session.runs import components, make_run, running, wait_gone
 
 SLOW_REWARD = """

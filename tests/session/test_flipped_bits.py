@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace import checkpoint
+from headrace.base.errors import HeadraceError
 from headrace.control.recovery import starting_point
-from headrace.errors import HeadraceError
 from headrace.flow.ledger.opening import open_ledger
-from headrace.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
+from headrace.learner import checkpoint
+from headrace.run.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
 from tests.session.runs import command, make_run, running, tiny_model
 
 FLIPS = 200

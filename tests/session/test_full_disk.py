@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace import train
-from headrace.errors import CheckpointError, HeadraceError
+from headrace.base.errors import CheckpointError, HeadraceError
 from tests.session.runs import make_run
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import run_virtual
+from headrace.base.clock import run_virtual
+from headrace.base.errors import StallError
 from headrace.control import RunSection
 from headrace.control.evaluation import EvaluationListener
-from headrace.errors import StallError
-from headrace.session.evaluating import watched
-from headrace.session.running import Interrupts, first_cause, in_own_loop
+from headrace.run.session.evaluating import watched
+from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.testing import FakeScorer, fake_parts
 from tests.session.runs import make_run, running
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import RealClock
-from headrace.errors import ConfigError
-from headrace.session import load_config, train
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config, train
 from tests.session.runs import components, make_run, running, shared_buffers, verb, wait_gone
 from tests.session.serial import SerialLoop, same_learner
 

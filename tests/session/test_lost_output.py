@@ -104,7 +104,7 @@ def test_hangup_ends_a_run_in_order_with_a_snapshot_and_an_exit_code_of_its_own(
 
 def test_hangup_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path, model: Path) -> None:
     run_file = make_run(tmp_path, model, **{**LONG, "run": {"dir": "run", "steps": 40}})
-    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom headrace.cli import main; main()"
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom headrace.run.cli import main; main()"
     with running("train", run_file, "--set", f"run.dir={tmp_path / 'run'}", program=program) as run:
         run.until_step(2)
         run.process.send_signal(signal.SIGHUP)

@@ -26,7 +26,7 @@ def bare(tmp_path: Path) -> dict[str, str]:
 
 
 def said(environment: dict[str, str], *arguments: str | Path) -> str:
-    program = [sys.executable, "-c", "from headrace.cli import main; main()", *map(str, arguments)]
+    program = [sys.executable, "-c", "from headrace.run.cli import main; main()", *map(str, arguments)]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

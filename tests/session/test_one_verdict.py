@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.clock import RealClock
-from headrace.observe import load_run
-from headrace.observe.words import percent
-from headrace.types.observation import Cause
-from headrace.view.figures import overview
-from headrace.view.run import OpenRun
-from headrace.view.timeline import timeline
+from headrace.base.clock import RealClock
+from headrace.base.types.observation import Cause
+from headrace.run.observe import load_run
+from headrace.run.observe.words import percent
+from headrace.wings.view.figures import overview
+from headrace.wings.view.run import OpenRun
+from headrace.wings.view.timeline import timeline
 from tests.session.runs import make_run, verb
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.environ import PART_OF_A_RUN
-from headrace.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
-from headrace.session import evaluate, load_config, train
-from headrace.session.explain import explain
-from headrace.session.prepare import Inputs, Prepared, prepare
+from headrace.base.environ import PART_OF_A_RUN
+from headrace.base.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
+from headrace.run.session import evaluate, load_config, train
+from headrace.run.session.explain import explain
+from headrace.run.session.prepare import Inputs, Prepared, prepare
 from tests.session.runs import make_run, tiny_model
 
 Prepare = Callable[..., Prepared]

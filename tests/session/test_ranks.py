@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
-from headrace.session import load_config
+from headrace.run.session import load_config
 from tests.session.runs import components, headrace, make_run, running, shared_buffers, tiny_model, wait_gone
 from tests.session.serial import SerialLoop
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError, ReplayDiffers
-from headrace.session import load_config, train
-from headrace.session.repeating import recorded_settings
+from headrace.base.errors import ConfigError, ReplayDiffers
+from headrace.run.session import load_config, train
+from headrace.run.session.repeating import recorded_settings
 from tests.session.runs import make_run, verb
 from tests.session.serial import same_learner
 

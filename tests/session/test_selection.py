@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.session import load_config
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config
 
 
 def tree(**sections: Any) -> dict[str, Any]:

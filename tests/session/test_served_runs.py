@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.served.carrier import Carrier, CarrierConfig
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.wire import Address, Wire
-from headrace.engine.vllm.dialect import ask_workers
-from headrace.errors import EngineUnfit
+from headrace.base.errors import EngineUnfit
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.session import load_config, train
-from headrace.session.evaluating import evaluate
+from headrace.run.session import load_config, train
+from headrace.run.session.evaluating import evaluate
 from headrace.testing.servers import FakeServer, fake_server
+from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.wire import Address, Wire
+from headrace.wings.servers.vllm.dialect import ask_workers
 from tests.session.runs import make_run
 
 VOCAB = "0123456789+="

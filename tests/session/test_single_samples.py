@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.session import load_config, train
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config, train
 from tests.session.runs import make_run
 
 

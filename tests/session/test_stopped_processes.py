@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from headrace.clock import RealClock
-from headrace.session.directory import read_summary
+from headrace.base.clock import RealClock
+from headrace.run.session.directory import read_summary
 from tests.env.tasks import chat_model, make_env_run
 from tests.session.runs import Running, components, headrace, running
 

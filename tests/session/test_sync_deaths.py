@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
 from tests.session.runs import components, make_run, running, shared_buffers, verb, wait_gone
 
 STEPS = 60

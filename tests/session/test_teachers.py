@@ -13,25 +13,25 @@ import pytest
 import torch
 
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
-from headrace.config import validate
+from headrace.base.clock import RealClock
+from headrace.base.config import validate
+from headrace.base.errors import HeadraceError, NothingToLearn
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.base.types.versions import FROZEN
 from headrace.control.loops.feeding import collate
-from headrace.errors import HeadraceError, NothingToLearn
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.opening import open_ledger
 from headrace.learner import LearnerConfig
 from headrace.learner.core import LearnerContext, LearnerCore
 from headrace.learner.work import StepWork
 from headrace.models import load_model, load_tokenizer
-from headrace.observe.jsonl import METRICS_FILE, read_steps
-from headrace.session import load_config, train
-from headrace.session.config import RunConfig
-from headrace.session.prepare import Inputs, prepare
-from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeKey
-from headrace.types.scored import ScoredGroup
-from headrace.types.tokens import IntColumn, Tokens
-from headrace.types.versions import FROZEN
+from headrace.run.observe.jsonl import METRICS_FILE, read_steps
+from headrace.run.session import load_config, train
+from headrace.run.session.config import RunConfig
+from headrace.run.session.prepare import Inputs, prepare
 from tests.env.tasks import chat_model
 from tests.learner.reference import double
 from tests.session.runs import components, make_run, running, tiny_model

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import headrace as library
-from headrace.errors import ConfigError, NothingToLearn
-from headrace.session import load_config
+from headrace.base.errors import ConfigError, NothingToLearn
+from headrace.run.session import load_config
 from tests.session.runs import make_run, tiny_model, verb
 from tests.session.serial import SerialLoop, same_learner
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.config import validate
-from headrace.errors import ConfigError, WeightsError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, WeightsError
 from headrace.models.weights import weight_tensors
-from headrace.session import load_config
+from headrace.run.session import load_config
 from headrace.sync import SyncConfig
 from headrace.sync.codecs import CODECS, codec_of
 from headrace.sync.config import Route

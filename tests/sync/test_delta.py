@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import NeedsFull
+from headrace.base.errors import NeedsFull
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import plan, private_memory
 

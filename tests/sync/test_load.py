@@ -19,19 +19,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import NeedsFull
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
-from headrace.errors import NeedsFull
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.testing.sync import TOKEN, equal, receiver_in_weather, through
-from headrace.types.messages.controller import Chunk
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
 from tests.engine.harness import MAX_CONTEXT, joined, request
 from tests.models.kinds import plain, tiny
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.errors import WeightsError
+from headrace.base.errors import WeightsError
+from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.config import Route
 from headrace.sync.manifest import ALIGNMENT_BYTES, plan
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.types.weights import Manifest, WeightUpdate
 
 torch.set_num_threads(1)
 

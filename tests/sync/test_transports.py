@@ -20,13 +20,13 @@ import safetensors
 import safetensors.torch
 import torch
 
-from headrace.clock import RealClock
-from headrace.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.types.weights import BUCKET_BYTES
 from headrace.sync import http as uploads
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
-from headrace.types.weights import BUCKET_BYTES
 
 torch.set_num_threads(1)
 
@@ -254,7 +254,7 @@ LEARNER = """
 import sys, torch
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
-from headrace import groups
+from headrace.sync import groups
 torch.set_num_threads(1)
 whole = groups.Group.broadcast
 def dies(self, buffer):
@@ -275,7 +275,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("fate", ["lives", "dies"])
 def test_learner_that_is_killed_in_a_transfer_is_noticed_at_once(tmp_path: Path, fate: str) -> None:
-    from headrace.types.weights import WeightUpdate
+    from headrace.base.types.weights import WeightUpdate
 
     engine = {"w": torch.zeros(5000, 1000)}
     receiver = make_receiver(Route(transport="collective", address=str(tmp_path), deadline_s=20.0), engine)

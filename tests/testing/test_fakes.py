@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.clock import VirtualClock, run_virtual
+from headrace.base.clock import VirtualClock, run_virtual
+from headrace.base.errors import RequestError, WeightsError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey, StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import WeightUpdate
 from headrace.engine import TokenChunk
-from headrace.errors import RequestError, WeightsError
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey, StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
-from headrace.types.weights import WeightUpdate
 
 PROMPT = np.array([1], np.int32)
 

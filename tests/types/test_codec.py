@@ -11,17 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from headrace.types.batch import Batch
-from headrace.types.episode import StopReason
-from headrace.types.messages import controller, engine, environment, learner, node, scorer
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.messages.controller import Chunk, Chunks, EngineStats, LogprobsAre, Ready, Scored
-from headrace.types.messages.engine import Generate, GenerateRequest, Stage
-from headrace.types.messages.learner import Train
-from headrace.types.messages.scorer import ScoreCompletions
-from headrace.types.sampling import Sampling
-from headrace.types.trace import Span
-from headrace.types.weights import Manifest, TensorEntry, WeightUpdate
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.controller import Chunk, Chunks, EngineStats, LogprobsAre, Ready, Scored
+from headrace.base.types.messages.engine import Generate, GenerateRequest, Stage
+from headrace.base.types.messages.learner import Train
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.trace import Span
+from headrace.base.types.weights import Manifest, TensorEntry, WeightUpdate
 
 REFUSED = (msgspec.DecodeError, msgspec.ValidationError)
 RECEIVERS = (controller, engine, environment, learner, node, scorer)

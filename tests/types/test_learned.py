@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.scored import Learned, ScoredGroup
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import Tokens
 from headrace.control.loops.feeding import collate, without_stale
 from headrace.flow.ledger.turns import decode_learned, encode_learned
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
-from headrace.types.scored import Learned, ScoredGroup
-from headrace.types.taught import Taught
-from headrace.types.tokens import Tokens
 
 
 def sampled(ids: list[int], version: int = 3) -> Tokens:

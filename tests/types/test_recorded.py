@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import mixed
 from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeGraph, EpisodeKey, Turn
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.tokens import Tokens
-from headrace.types.versions import mixed
 
 SPANS = st.lists(st.lists(st.integers(0, 50), max_size=4, unique=True).map(sorted), min_size=1, max_size=12)
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey, Turn
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.control.loops.feeding import UNTAUGHT, without_untaught
 from headrace.flow.ledger.turns import decode_turns, encode_turns
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey, Turn
-from headrace.types.taught import Taught
-from headrace.types.tokens import Tokens
-from headrace.types.versions import NOT_SAMPLED
 
 
 def said(first: int, count: int, num: int = 2) -> Tokens:

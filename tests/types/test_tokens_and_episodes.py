@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
-from headrace.types.group import GroupState
-from headrace.types.scored import ScoredGroup, paths
-from headrace.types.tokens import Tokens
-from headrace.types.versions import NOT_SAMPLED
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.scored import ScoredGroup, paths
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import NOT_SAMPLED
 
 
 def sampled(*ids: int, version: int = 0) -> Tokens:

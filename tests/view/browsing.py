@@ -27,7 +27,7 @@ def viewed(*arguments: str | Path) -> Iterator[str]:
     command = [
         sys.executable,
         "-c",
-        "from headrace.cli import main; main()",
+        "from headrace.run.cli import main; main()",
         "view",
         "--port",
         "0",

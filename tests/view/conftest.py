@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.clock import RealClock
-from headrace.view import OpenRun
-from headrace.view.app import make_app
+from headrace.base.clock import RealClock
+from headrace.wings.view import OpenRun
+from headrace.wings.view.app import make_app
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import branching_episode, write_run
 

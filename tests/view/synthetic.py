@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
+from headrace.base.types.group import GroupState
+from headrace.base.types.observation import StepRecord
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.scored import Learned, paths
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.trace import Span
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Submit
-from headrace.observe import JsonlWriter
-from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
-from headrace.types.group import GroupState
-from headrace.types.observation import StepRecord
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.scored import Learned, paths
-from headrace.types.taught import Taught
-from headrace.types.tokens import Tokens
-from headrace.types.trace import Span
+from headrace.run.observe import JsonlWriter
 from tests.observe.synthetic import step_record, step_spans
 
 GROUP_SIZE = 4

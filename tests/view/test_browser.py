@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from headrace.clock import RealClock
-from headrace.observe import JsonlWriter
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.types.observation import StepRecord
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.observation import StepRecord
+from headrace.run.observe import JsonlWriter
 from tests.view.browsing import ARGUMENTS, CHROMIUM, PAGES, Watched, viewed
 from tests.view.synthetic import (
     LONG,

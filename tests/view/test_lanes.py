@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.trace import coverage, union
-from headrace.types.trace import Span
-from headrace.view.lanes import LaneIndex, filled, merged
+from headrace.base.types.trace import Span
+from headrace.run.observe.trace import coverage, union
+from headrace.wings.view.lanes import LaneIndex, filled, merged
 
 MOMENTS = st.integers(0, 60).map(lambda each: each / 4)
 INTERVALS = st.lists(st.tuples(MOMENTS, MOMENTS).map(lambda pair: (min(pair), max(pair))), max_size=30)

@@ -10,14 +10,14 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey
+from headrace.base.types.observation import StepRecord
+from headrace.base.types.trace import Span
 from headrace.flow.ledger.bundles import encode_bundle
-from headrace.observe import JsonlWriter
-from headrace.types.episode import EpisodeGraph, EpisodeKey
-from headrace.types.observation import StepRecord
-from headrace.types.trace import Span
-from headrace.view import OpenRun
-from headrace.view.app import make_app
+from headrace.run.observe import JsonlWriter
+from headrace.wings.view import OpenRun
+from headrace.wings.view.app import make_app
 from tests.view.browsing import LET_IN, TOKEN
 from tests.view.synthetic import STARTED_S, given, record, sampled, write_run
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from headrace.cli.app import app
-from headrace.errors import HeadraceError
-from headrace.view.serving import open_browser
-from headrace.view.terms import ViewTerms
+from headrace.base.errors import HeadraceError
+from headrace.run.cli.app import app
+from headrace.wings.view.serving import open_browser
+from headrace.wings.view.terms import ViewTerms
 from tests.view.browsing import viewed
 from tests.view.synthetic import write_run
 

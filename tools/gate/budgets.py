@@ -36,7 +36,7 @@ def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
         yield source.find("function", function, text, hard=num_lines > FUNCTION_LINES_HARD)
     count = num_parameters(function)
     # the parameters of a verb are its flags: a user reads them, no caller does
-    is_verb = source.room == "cli" and not function.name.startswith("_")
+    is_verb = source.path.startswith("src/headrace/run/cli/") and not function.name.startswith("_")
     if count > PARAMETERS and not is_verb:
         text = f"{function.name} has {count} positional parameters, {PARAMETERS} are allowed: make some keyword-only"
         yield source.find("parameters", function, text)

@@ -13,7 +13,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc|obj):`~?([^`]+)`")
 def as_markdown(docstring: str) -> str:
     """Cross-references become code, and examples become blocks.
 
-    >>> as_markdown("See :class:`~headrace.errors.ConfigError`.")
+    >>> as_markdown("See :class:`~headrace.base.errors.ConfigError`.")
     'See `ConfigError`.'
     >>> as_markdown(">>> 1 + 1\\n2")
     '```pycon\\n>>> 1 + 1\\n2\\n```'

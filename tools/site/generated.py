@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from headrace.algo.formulas import CHAPTERS
 from headrace.algo.registry import rows
-from headrace.config import Section, descriptions
+from headrace.base.config import Section, descriptions
 from tools.site.docstrings import as_markdown
 
 _ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in rows(union).values()}
@@ -19,7 +19,7 @@ _ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in rows(union).value
 
 def settings() -> str:
     """Every section of a run file: a heading and a table for each."""
-    from headrace.session.config import RunConfig
+    from headrace.run.session.config import RunConfig
 
     return "\n".join(line for name, field in RunConfig.model_fields.items() for line in _field(name, field.annotation))
 
@@ -118,7 +118,7 @@ def program() -> str:
     """Every verb, with its arguments and options."""
     import typer
 
-    from headrace.cli.app import app
+    from headrace.run.cli.app import app
 
     return "\n".join(_verb(typer.main.get_command(app), "headrace"))
 
@@ -150,8 +150,8 @@ def _argument(parameter: Any) -> str:
 
 def recipes() -> str:
     """A row for each recipe, with its choices on the axes."""
-    from headrace.recipes.systems import AXES
-    from headrace.recipes.systems import recipes as known
+    from headrace.wings.recipes.systems import AXES
+    from headrace.wings.recipes.systems import recipes as known
 
     shown = [axis for axis in AXES if axis != "learner"]
     lines = [f"| recipe | {' | '.join(axis.replace('_', ' ') for axis in shown)} |", "|---" * (len(shown) + 1) + "|"]

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.algo.registry import named
-from headrace.config import merge
-from headrace.errors import ConfigError, nearest
+from headrace.base.config import merge
+from headrace.base.errors import ConfigError, nearest
 
 Tree = dict[str, Any]
 

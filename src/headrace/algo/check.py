@@ -22,9 +22,9 @@ from headrace.algo.losses.custom import Custom
 from headrace.algo.notebook import with_options
 from headrace.algo.objective import Objective
 from headrace.algo.registry import named
-from headrace.config import Section, validate
-from headrace.config.user_code import where
-from headrace.errors import HeadraceError
+from headrace.base.config import Section, validate
+from headrace.base.config.user_code import where
+from headrace.base.errors import HeadraceError
 
 STEP = 1e-6
 """Of finite differences, in float64."""

@@ -16,8 +16,8 @@ from headrace.algo.corrections import CorrectionConfig, Tis
 from headrace.algo.losses import AnyLoss, Dapo, LossConfig
 from headrace.algo.reductions import ReductionConfig, TokenMean
 from headrace.algo.shaping import ShapingConfig
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 
 class AlgoConfig(Section):

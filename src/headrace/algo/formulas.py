@@ -17,7 +17,7 @@ from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import options_of, rows
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
-from headrace.config import descriptions
+from headrace.base.config import descriptions
 
 HEAD = """\
 # Formulas

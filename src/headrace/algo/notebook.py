@@ -18,8 +18,8 @@ from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses import AnyLoss, Custom
 from headrace.algo.reductions import AnyReduction
 from headrace.algo.registry import find, named, options_of
-from headrace.config import Section, validate
-from headrace.errors import ConfigError, nearest
+from headrace.base.config import Section, validate
+from headrace.base.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor

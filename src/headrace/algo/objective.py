@@ -33,7 +33,7 @@ from headrace.algo.base import (
 )
 from headrace.algo.config import AlgoConfig
 from headrace.algo.metrics import by_age, kl_ref, off_policy
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from headrace.algo.base import BatchLayout, Shares
-from headrace.config import Section
+from headrace.base.config import Section
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from headrace.config import Section
-from headrace.errors import ConfigError, nearest
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError, nearest
 
 
 def rows(union: Any) -> dict[str, type[Any]]:

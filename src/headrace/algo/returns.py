@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.algo.base import tensor_of
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

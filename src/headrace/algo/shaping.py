@@ -10,8 +10,8 @@ from pydantic import Field
 
 from headrace.algo.advantages.base import given
 from headrace.algo.advantages.outcomes import Floats, Outcomes
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 
 # DAPO's soft punishment of answers that come near the limit.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from headrace.types.episode import EpisodeGraph
-from headrace.types.metrics import as_label
-from headrace.types.trace import Span
+from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.metrics import as_label
+from headrace.base.types.trace import Span
 
 
 class Attempts:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from headrace.clock import Clock
-from headrace.errors import StallError
-from headrace.types.observation import Wait
+from headrace.base.clock import Clock
+from headrace.base.errors import StallError
+from headrace.base.types.observation import Wait
 
 PATIENCE = 12
 """How many times as long as otherwise the watch waits while a process of the run is known to be stopped by a signal or
@@ -120,7 +120,7 @@ class ActivityBoard:
         pulse: Callable[[], int] = lambda: 0,
         standing: Callable[[], Sequence[Standstill]] = tuple,
     ) -> None:
-        """Raise :class:`~headrace.errors.StallError` when nothing has moved for ``timeout_s``.
+        """Raise :class:`~headrace.base.errors.StallError` when nothing has moved for ``timeout_s``.
 
         ``pulse`` counts what a part does that tells nobody, an engine's steps for one: where it grows, something moves.
         ``standing``: the processes that do not go on. While one is stopped from outside, the watch waits

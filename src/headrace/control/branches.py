@@ -16,8 +16,8 @@ from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.outcomes import labels
 from headrace.algo.config import AlgoConfig
 from headrace.algo.reductions import TokenMean
-from headrace.types.episode import EpisodeGraph, EpisodeStatus
-from headrace.types.scored import Credit, ScoredGroup
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus
+from headrace.base.types.scored import Credit, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

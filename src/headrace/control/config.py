@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from headrace.config import Section
-from headrace.env import Curriculum
+from headrace.base.config import Section
 from headrace.flow import FlowConfig
 from headrace.models.gap import ROUNDING
+from headrace.rollout.environments import Curriculum
 
 
 class RunSection(Section):

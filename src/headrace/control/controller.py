@@ -23,6 +23,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from headrace.base.types.observation import Event, LiveState, Recovery
 from headrace.control.attempts import Attempts
 from headrace.control.board import ActivityBoard
 from headrace.control.config import ControlSettings
@@ -41,7 +42,6 @@ from headrace.control.summing import summarize
 from headrace.flow import Flow
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
-from headrace.types.observation import Event, LiveState, Recovery
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.outcomes import Floats, labels
 from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph, role_of
+from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.control.branches import with_branches
 from headrace.control.segments import of_segments
-from headrace.errors import ConfigError
-from headrace.types.episode import EpisodeGraph, role_of
-from headrace.types.scored import Credit, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: fl
     number, or one per turn where ``algo.advantage.by_turn``, where agents earned each their own, and where turns are
     segments or some of them branches.
 
-    Raises :class:`~headrace.errors.ConfigError` for an advantage that cannot tell agents apart.
+    Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
     return with_branches(algo, groups, _of_episodes(algo, groups), branch_weight)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.errors import NothingToLearn
+from headrace.base.errors import NothingToLearn
 from headrace.flow.filters import FilterSection
 
 
@@ -41,7 +41,8 @@ class ZeroSignalCounter:
         self.num_rewards, self.reward_sum, self.lowest, self.highest = 0, 0.0, math.inf, -math.inf
 
     def dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
-        """``by`` dropped a group with these rewards. :class:`~headrace.errors.NothingToLearn` if it is too many."""
+        """``by`` dropped a group with these rewards. :class:`~headrace.base.errors.NothingToLearn` if it is too
+        many."""
         self.reasons[reason] += 1
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from headrace.base.errors import EnvError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.messages.scorer import TrainerState
+from headrace.base.types.tokens import IntColumn
 from headrace.control.estimates import mean_of
 from headrace.control.parts import Serving
 from headrace.control.rewarding import RewardBook
 from headrace.control.turns import TurnScores, settle
-from headrace.errors import EnvError
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
 from headrace.rollout.runner import remedy_of
-from headrace.scoring import Graded, ScoringContext
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.types.messages.scorer import TrainerState
-from headrace.types.tokens import IntColumn
+from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
 """Attempts in flight: enough to keep any one engine full."""

@@ -6,19 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace.flow.filters import (
-    REDUNDANT,
-    FilterContext,
-    FilterSection,
-    apply_filters,
-    compared,
-    reopened,
-    rewards_of,
-)
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.task import Task
+from headrace.flow.filters import REDUNDANT, FilterContext, FilterSection, apply_filters, compared, reopened, rewards_of
 from headrace.rollout import Withdrawal
-from headrace.types.episode import EpisodeGraph, EpisodeStatus
-from headrace.types.scored import ScoredGroup
-from headrace.types.task import Task
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a step measures of its episodes and of the parts. Every name is a row of :mod:`headrace.types.metrics`."""
+"""What a step measures of its episodes and of the parts. Every name is a row of :mod:`headrace.base.types.metrics`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from headrace.base.types.episode import EpisodeGraph, Turn, role_of
+from headrace.base.types.metrics import as_label, quantile
+from headrace.base.types.tokens import IntColumn
 from headrace.control.seen import BatchStats, EpisodeColumns
 from headrace.control.state import RunState
 from headrace.flow.filters import rewards_of
-from headrace.types.episode import EpisodeGraph, Turn, role_of
-from headrace.types.metrics import as_label, quantile
-from headrace.types.tokens import IntColumn
 
 MOST_LABELS = 32
 """Environments and agents with metrics of their own; the others are one, called ``other``."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.env.curriculum import CurriculumState
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
+from headrace.rollout.environments.curriculum import CurriculumState
 
 
 class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> ControllerMemory:
-        """Read it back; :class:`~headrace.errors.CheckpointError` for what no controller has written."""
+        """Read it back; :class:`~headrace.base.errors.CheckpointError` for what no controller has written."""
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:

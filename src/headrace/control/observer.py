@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from headrace.types.observation import Event, LiveState, StepRecord
-from headrace.types.trace import Span
+from headrace.base.types.observation import Event, LiveState, StepRecord
+from headrace.base.types.trace import Span
 
 MOST_KEPT = 4096
 """Spans that wait to be told."""

@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import Credit, ScoredGroup
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.control.board import Standstill
 from headrace.control.teaching import Teachers
 from headrace.engine import Engine, EngineSet
-from headrace.env import Environment
 from headrace.learner import Learner
 from headrace.rollout import UNLIMITED, Chat, EpisodeLimits
 from headrace.rollout.agents import POLICY_ALONE, Agents
-from headrace.scoring import Scorer, TurnScorer
-from headrace.types.sampling import Sampling
-from headrace.types.scored import Credit, ScoredGroup
-from headrace.types.task import Task
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
+from headrace.rollout.environments import Environment
+from headrace.rollout.scoring import Scorer, TurnScorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

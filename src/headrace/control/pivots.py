@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.base.types.group import GroupState
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
 from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
-from headrace.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
-from headrace.types.group import GroupState
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn, Tokens
 
 Judge = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
 """Scores attempts that have finished."""

@@ -8,17 +8,17 @@ from itertools import cycle
 import msgspec
 import numpy as np
 
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.scored import paths
+from headrace.base.types.tokens import FloatColumn
 from headrace.control.board import ActivityBoard
 from headrace.control.parts import Components
-from headrace.env import SingleTurn
-from headrace.errors import RunError
 from headrace.models.gap import Gap
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import Agents
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.scored import paths
-from headrace.types.tokens import FloatColumn
+from headrace.rollout.environments import SingleTurn
 
 NUM_PROBES = 8
 MAX_PROBE_TOKENS = 64
@@ -43,7 +43,7 @@ class Mismatch:
 
 
 def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a gap that is not within what rounding explains."""
+    """Raise :class:`~headrace.base.errors.RunError` for a gap that is not within what rounding explains."""
     if mismatch.gap.within(largest):
         return
     raise RunError(

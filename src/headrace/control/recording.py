@@ -8,6 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.observation import Account, LiveState, QueueCounts, StepRecord
+from headrace.base.types.scored import ScoredGroup
 from headrace.control.measuring import (
     age_metrics,
     episode_metrics,
@@ -19,10 +23,6 @@ from headrace.control.measuring import (
 )
 from headrace.control.seen import BatchStats
 from headrace.control.state import WINDOW_S, RunState
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
-from headrace.types.observation import Account, LiveState, QueueCounts, StepRecord
-from headrace.types.scored import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

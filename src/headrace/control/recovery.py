@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace import checkpoint
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.types.group import GroupState
 from headrace.control.memory import ControllerMemory
 from headrace.control.saving import CHECKPOINTS
 from headrace.control.state import RunState
-from headrace.env.curriculum import CurriculumState
-from headrace.errors import CheckpointError, ConfigError
 from headrace.flow.ledger import Ledger
 from headrace.flow.policies.deadlines import age_needed
-from headrace.types.group import GroupState
+from headrace.learner import checkpoint
+from headrace.rollout.environments.curriculum import CurriculumState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,9 @@ class StartingPoint:
 def starting_point(run_dir: Path) -> StartingPoint:
     """Where the run in ``run_dir`` can go on; step 0 where it has no snapshot yet.
 
-    Every file of the newest snapshot is compared with its checksum. Raises :class:`~headrace.errors.CheckpointError`
-    where one is missing or has changed: an older snapshot is offered there, and never taken without a word.
+    Every file of the newest snapshot is compared with its checksum. Raises
+    :class:`~headrace.base.errors.CheckpointError` where one is missing or has changed: an older snapshot is offered
+    there, and never taken without a word.
     """
     snapshot = checkpoint.latest(run_dir / CHECKPOINTS)
     if snapshot is None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.errors import EnvError
+from headrace.base.errors import EnvError
+from headrace.base.types.metrics import as_label
 from headrace.rollout.runner import remedy_of
-from headrace.scoring import Graded
-from headrace.types.metrics import as_label
+from headrace.rollout.scoring import Graded
 
 
 class RewardFailures(msgspec.Struct, kw_only=True):
@@ -49,8 +49,8 @@ class RewardBook:
     def add(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
         """Count one answer. ``warn`` is told words, and their kind, of failures that cost no episode.
 
-        Raises :class:`~headrace.errors.EnvError` where a component that may fail has done nothing else from the start,
-        for as many answers as make a batch: the run would be trained on its default alone.
+        Raises :class:`~headrace.base.errors.EnvError` where a component that may fail has done nothing else from the
+        start, for as many answers as make a batch: the run would be trained on its default alone.
         """
         for name, values in graded.metrics.items():
             self._add_metric(name, values, warn)

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace import checkpoint
-from headrace.checkpoint import SnapshotState
-from headrace.clock import off_loop
+from headrace.base.clock import off_loop
 from headrace.control.memory import ControllerMemory
 from headrace.control.state import RunState
+from headrace.learner import checkpoint
+from headrace.learner.checkpoint import SnapshotState
 
 CHECKPOINTS = "checkpoints"
 
@@ -48,7 +48,7 @@ class Saver:
     async def finish(self, saving: Saving) -> None:
         """Wait for the learner's files, add the state and give the snapshot its name.
 
-        :class:`~headrace.errors.CheckpointError` if it cannot be written; none is left then.
+        :class:`~headrace.base.errors.CheckpointError` if it cannot be written; none is left then.
         """
         state = self._state
         state.board.working("learner", f"snapshot of step {saving.step}")

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, StopReason
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters import compared
-from headrace.types.episode import EpisodeGraph, EpisodeStatus, StopReason
-from headrace.types.scored import ScoredGroup
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,8 +10,8 @@ import numpy as np
 from headrace.algo.advantages import Outcomes
 from headrace.algo.advantages.tokens import Prpo
 from headrace.algo.config import AlgoConfig
-from headrace.types.episode import EpisodeGraph
-from headrace.types.tokens import Tokens
+from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.tokens import Tokens
 
 
 class Written(Protocol):

@@ -8,18 +8,18 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.messages.scorer import TrainerState
+from headrace.base.types.observation import Event, Recovery
+from headrace.base.types.trace import Span
 from headrace.control.attempts import Attempts
 from headrace.control.board import ActivityBoard
 from headrace.control.config import RunSection
 from headrace.control.observer import Observers
 from headrace.control.parts import Components
 from headrace.control.rewarding import RewardBook
-from headrace.env import Curriculum
 from headrace.flow import Flow, FlowConfig
-from headrace.types.messages.controller import EngineStats
-from headrace.types.messages.scorer import TrainerState
-from headrace.types.observation import Event, Recovery
-from headrace.types.trace import Span
+from headrace.rollout.environments import Curriculum
 
 WINDOW_S = 10.0
 """Live throughputs are means over this long."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.base.types.observation import Account
 from headrace.control.rewarding import RewardFailures
-from headrace.types.observation import Account
 
 
 class UnitFates(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.base.errors import ComponentDied, HeadraceError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey
+from headrace.base.types.task import Task
+from headrace.base.types.taught import Taught, TopScores
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import Engine
-from headrace.errors import ComponentDied, HeadraceError
-from headrace.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from headrace.types.episode import EpisodeGraph, EpisodeKey
-from headrace.types.task import Task
-from headrace.types.taught import Taught, TopScores
-from headrace.types.tokens import IntColumn, Tokens
+from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 AT_ONCE = 2
 """Calls of one teacher: its engine answers one after the other, and the next is there when it is done."""

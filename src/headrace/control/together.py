@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.types.trace import Span
 from headrace.control.observer import Observers
-from headrace.types.trace import Span
 
 
 class Together:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from headrace.base.types.messages.controller import StepReport
 from headrace.control.state import RunState
 from headrace.flow.age_tuning import AgeTuner
 from headrace.flow.concurrency import Concurrency
-from headrace.types.messages.controller import StepReport
 
 LOOK_S = 1.0
 """How often the engine's cache and queue are looked at."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.clock import off_loop
+from headrace.base.clock import off_loop
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.base.types.messages.scorer import TrainerState
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.control.parts import Serving
 from headrace.rollout.branches import split
-from headrace.scoring import Graded, ScoringContext, TurnScorer
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
-from headrace.types.messages.scorer import TrainerState
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
+from headrace.rollout.scoring import Graded, ScoringContext, TurnScorer
 
 REWARD_NONE = "reward_none: the reward was None, which means that the answer does not count"
 """Why an episode without a reward is not trained."""

@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
-from headrace.types.recorded import Routing
-from headrace.types.sampling import Sampling
-from headrace.types.taught import TopScores
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens
+from headrace.base.types.recorded import Routing
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class TokenChunk:
     stop_reason: StopReason | None = None
     """Set on the last chunk only."""
     request_id: int = -1
-    """Names the sequence for a later :class:`~headrace.types.messages.engine.ForkRequest`."""
+    """Names the sequence for a later :class:`~headrace.base.types.messages.engine.ForkRequest`."""
     prompt_routing: Routing | None = None
     """The experts of the prompt's tokens, on the first chunk, if asked for."""
     restarted: bool = False
@@ -70,7 +70,7 @@ class TokenSource(Protocol):
         """Sample one sequence; chunks arrive while it grows, the last one has a stop reason.
 
         Requests made in one turn of the event loop join the batch together, in that order. Leaving the iterator early
-        withdraws the request. Raises :class:`~headrace.errors.RequestError` for a request that cannot be served.
+        withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be served.
         """
         ...
 
@@ -91,8 +91,8 @@ class Engine(TokenSource, Protocol):
     async def stage(self, update: WeightUpdate) -> float:
         """Bring ``update`` next to the engine and verify its checksums, while decoding goes on; seconds it took.
 
-        Raises :class:`~headrace.errors.WeightsError` if it does not fit, is corrupt or is older than the weights in
-        use; nothing has changed then.
+        Raises :class:`~headrace.base.errors.WeightsError` if it does not fit, is corrupt or is older than the weights
+        in use; nothing has changed then.
         """
         ...
 
@@ -137,7 +137,8 @@ class EngineCore(Protocol):
     :meth:`score` and :meth:`top_scores`."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises :class:`~headrace.errors.RequestError` if it can never be served, or if the queue is
+        """Queue a request. Raises :class:`~headrace.base.errors.RequestError` if it can never be served, or if the
+        queue is
         full."""
         ...
 

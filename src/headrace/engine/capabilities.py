@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from headrace.base.types.weights import Interrupt
 from headrace.models.devices import CPU
-from headrace.types.weights import Interrupt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

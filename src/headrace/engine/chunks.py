@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from headrace.base.errors import EngineFull, RequestError, SequenceFailed
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine.base import RequestOptions, TokenChunk
-from headrace.errors import EngineFull, RequestError, SequenceFailed
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
 
 _KINDS = {kind.__name__: kind for kind in (RequestError, EngineFull, SequenceFailed)}
 
@@ -44,7 +44,8 @@ def score_request(call: int, tokens: Tokens, temperature: float, *, top_k: int =
 
 
 def token_chunk(chunk: Chunk) -> TokenChunk:
-    """What the reader of a stream gets. Raises the :class:`~headrace.errors.RequestError` that the chunk tells of."""
+    """What the reader of a stream gets. Raises the :class:`~headrace.base.errors.RequestError` that the chunk
+    tells of."""
     if chunk.error:
         problem, _, remedy = chunk.error.partition("; ")
         kind = _KINDS.get(chunk.error_kind, SequenceFailed)

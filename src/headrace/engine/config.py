@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 from headrace.engine.capabilities import Capabilities, capabilities
-from headrace.engine.served.config import ServerConfig
-from headrace.errors import ConfigError
 from headrace.models.devices import AUTO, CPU, DeviceName
+from headrace.wings.servers.client.config import ServerConfig
 
 LEAST_TEMPERATURE = 0.01
 """Of what is sampled: below, 32 bits do not hold what becomes of the logits. 0 takes the most likely token."""
@@ -80,7 +80,7 @@ class EngineConfig(Section):
         return capabilities(self.kind, self.device)
 
     def refuse_server(self, what: str) -> None:
-        """Raise :class:`~headrace.errors.ConfigError` unless it can compute in the process of ``what``."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless it can compute in the process of ``what``."""
         if not self.can.embedded:
             raise ConfigError(
                 f"engine.kind={self.kind!r} is a server of its own, and {what} computes in its own process",

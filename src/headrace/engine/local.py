@@ -6,7 +6,7 @@
     streams, answers ◀── one callback ────  step: chunks
 
 The thread owns the core: nothing else calls it but :meth:`EngineCore.stage`. It ends when the engine is closed or when
-the core raises; then whoever waits hears why, as :class:`~headrace.errors.ComponentDied`.
+the core raises; then whoever waits hears why, as :class:`~headrace.base.errors.ComponentDied`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError, WeightsError
+from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.base import PLAIN, EngineCore, RequestOptions, TokenChunk
 from headrace.engine.chunks import generate_request, score_request, token_chunk
-from headrace.errors import ComponentDied, DeadlineError, EngineFull, HeadraceError, RequestError, WeightsError
-from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.taught import TopScores
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 A = TypeVar("A")
 IDLE_S = 0.5
@@ -41,7 +41,7 @@ class LocalTerms:
     """On which an engine is kept in a thread."""
 
     max_requests: int = 4096
-    """Requests at once, waiting or running; one more raises :class:`~headrace.errors.EngineFull`."""
+    """Requests at once, waiting or running; one more raises :class:`~headrace.base.errors.EngineFull`."""
     deadline_s: float = 600.0
     """Longest wait for a stage, a commit, a score or another answer."""
 

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from headrace.config.addresses import is_loopback
+from headrace.base.config.addresses import is_loopback
+from headrace.base.errors import ConfigError, EngineFull, RequestError, RunError, SequenceFailed
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine.base import PLAIN, RequestOptions, TokenChunk
-from headrace.errors import ConfigError, EngineFull, RequestError, RunError, SequenceFailed
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import EngineStats
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
 
 if TYPE_CHECKING:
     import httpx
@@ -47,7 +47,7 @@ class Elsewhere:
 
 @asynccontextmanager
 async def reached(where: Elsewhere) -> AsyncIterator[RemoteEngine]:
-    """The engine at ``where``; :class:`~headrace.errors.ConfigError` if it is none that can be asked in tokens."""
+    """The engine at ``where``; :class:`~headrace.base.errors.ConfigError` if it is none that can be asked in tokens."""
     import httpx
 
     local = is_loopback(urlsplit(where.url).hostname or "")  # a proxy of the environment is not meant for it

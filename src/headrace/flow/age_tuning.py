@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 
 class AgeTuning(Section):

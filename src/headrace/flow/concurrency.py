@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.types.messages.controller import EngineStats
+from headrace.base.types.messages.controller import EngineStats
 
 FULL = 0.95
 """A cache of which a larger fraction is held by running sequences is full."""

@@ -6,9 +6,9 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from headrace.config import Section
-from headrace.config.addresses import refuse_secret
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.config.addresses import refuse_secret
+from headrace.base.errors import ConfigError
 from headrace.flow.age_tuning import AgeTuning
 from headrace.flow.filters import FiltersConfig, refuse_impossible
 from headrace.flow.pivots import PivotConfig

@@ -9,25 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.scored import Learned, ScoredGroup
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, Recalled
-from headrace.flow.ledger.base import (
-    CommitVersion,
-    DropEpisodes,
-    EndEpisode,
-    EndStep,
-    Move,
-    RecalledGroup,
-    Submit,
-)
+from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, RecalledGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.flow.signal import Signal
 from headrace.flow.state import FlowState, GroupEntry
-from headrace.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
-from headrace.types.group import GroupState
-from headrace.types.messages.controller import StepReport
-from headrace.types.scored import Learned, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

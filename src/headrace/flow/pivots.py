@@ -16,9 +16,9 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from headrace.algo.advantages.tokens import spikes
-from headrace.config import Section
-from headrace.errors import ConfigError
-from headrace.types.episode import EpisodeGraph
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph
 
 Floats = npt.NDArray[np.float64]
 

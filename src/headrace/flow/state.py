@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from headrace.types.group import GroupState
+from headrace.base.types.group import GroupState
 
 _BATCHED = (GroupState.TAKEN, GroupState.TRAINED)
 

@@ -26,9 +26,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from headrace.clock import RealClock
-from headrace.errors import RunError
-from headrace.types.messages.codec import MessageCodec
+from headrace.base.clock import RealClock
+from headrace.base.errors import RunError
+from headrace.base.types.messages.codec import MessageCodec
 
 MAX_AT_ONCE = 256
 """Messages that are taken before others have their turn."""
@@ -69,7 +69,7 @@ def ends_in(directory: Path, part: str) -> Ends:
 
 class PartChannel:
     """A part's end: blocking, for a plain loop. Where the controller is on another machine and cannot be reached,
-    :class:`~headrace.errors.RunError`."""
+    :class:`~headrace.base.errors.RunError`."""
 
     def __init__(self, ends: Ends, receives: Any, on_broken: Callable[[], object] | None = None) -> None:
         """``on_broken`` is called, in another thread, where a connection to another machine breaks, and :meth:`send`
@@ -157,7 +157,8 @@ class ControllerChannel:
             )
 
     async def receive(self) -> list[Any]:
-        """Every message that is there; waits for the first. Raises :class:`~headrace.errors.RunError` for bytes that
+        """Every message that is there; waits for the first. Raises :class:`~headrace.base.errors.RunError` for bytes
+        that
         are none."""
         messages = [self._decoded(await self._reports.recv())]
         while len(messages) < MAX_AT_ONCE:
@@ -259,7 +260,7 @@ class _Connections:
         self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
 
     def meet(self) -> None:
-        """Make them; :class:`~headrace.errors.RunError` where that cannot be."""
+        """Make them; :class:`~headrace.base.errors.RunError` where that cannot be."""
         for (address, socket), monitor in zip(self._addresses.items(), self._monitors, strict=True):
             socket.connect(address)
             if not self._is_met(monitor):

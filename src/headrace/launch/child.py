@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.trace import Span
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.launch.forking import UNTOLD
 from headrace.launch.hosts import LOST, SPOKE
 from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
-from headrace.types.trace import Span
 
 GRACE_S = 5.0
 """How long a process may take to end after it was told to."""
@@ -130,7 +130,7 @@ class Starter(Protocol):
     async def start(self, site: Rendezvous, errand: ProcessSpec) -> tuple[Peer, Process]:
         """The process, which has not loaded anything yet, and the peer that speaks with it.
 
-        :class:`~headrace.errors.HeadraceError` where that cannot be; nothing is left then.
+        :class:`~headrace.base.errors.HeadraceError` where that cannot be; nothing is left then.
         """
         ...
 

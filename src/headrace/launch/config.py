@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.config.addresses import refuse_secret
-from headrace.errors import ConfigError
-from headrace.launch.joining.invitation import host_and_port
+from headrace.base.config import Section
+from headrace.base.config.addresses import refuse_secret
+from headrace.base.errors import ConfigError
+from headrace.wings.cluster.joining.invitation import host_and_port
 
 Amount = Annotated[float, Field(ge=0)]
 

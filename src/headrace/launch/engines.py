@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.errors import ComponentDied, DeadlineError, EngineUnfit
+from headrace.base.types.observation import Recovery
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.fleet import Fleet
-from headrace.errors import ComponentDied, DeadlineError, EngineUnfit
 from headrace.launch.child import Child
 from headrace.launch.clients import EngineClient
-from headrace.types.observation import Recovery
-from headrace.types.versions import NOT_SAMPLED
 
 WITHIN_S = 600.0
 """In which time the budget of restarts counts."""
@@ -96,7 +96,8 @@ class Engines:
             self._children[name] = await self._start(name)
 
     async def run(self) -> None:
-        """Keep them; ends only by cancellation, or with :class:`~headrace.errors.HeadraceError` where one is lost for
+        """Keep them; ends only by cancellation, or with :class:`~headrace.base.errors.HeadraceError` where one is lost
+        for
         good."""
         async with asyncio.TaskGroup() as group:
             for name in self._names:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 from functools import partial
 
-from headrace.clock import RealClock
-from headrace.env import EnvConfig
+from headrace.base.clock import RealClock
+from headrace.base.types.observation import Event
 from headrace.launch.clients import EnvPool, EnvTerms
 from headrace.launch.clients.environment import Listening
-from headrace.launch.joining.invitation import host_and_port
-from headrace.launch.joining.relay import ENDPOINT, dialled_in
 from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, Keep
 from headrace.rollout import EpisodeLimits
-from headrace.types.observation import Event
+from headrace.rollout.environments import EnvConfig
+from headrace.wings.cluster.joining.invitation import host_and_port
+from headrace.wings.cluster.joining.relay import ENDPOINT, dialled_in
 
 
 def environment_start(env: EnvConfig) -> EnvironmentStart:
@@ -54,7 +54,7 @@ def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
     that is at the address by which those reach this one."""
     if order.env.kind not in ("rollout", "program", "bridge"):
         return None
-    from headrace.rollout.endpoint import At, Endpoint
+    from headrace.wings.agents import At, Endpoint
 
     env, launch = order.env, order.launch
     joined = host_and_port(launch.join)[0] if launch.join and not launch.relayed else ""

@@ -31,7 +31,7 @@ from typing import IO
 
 import msgspec
 
-from headrace.environ import fork_server_environment
+from headrace.base.environ import fork_server_environment
 from headrace.launch.config import LaunchConfig
 
 MODULE = "headrace.launch.hosts.forkserver"

@@ -17,10 +17,11 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from headrace.clock import off_loop
-from headrace.config.addresses import LOOPBACK
-from headrace.environ import child_environment, part_environment, shared_memory_root, write_token
-from headrace.errors import RunError
+from headrace.base.clock import off_loop
+from headrace.base.config.addresses import LOOPBACK
+from headrace.base.environ import child_environment, part_environment, shared_memory_root, write_token
+from headrace.base.errors import RunError
+from headrace.base.types.messages import controller
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
@@ -37,8 +38,7 @@ from headrace.launch.starts import (
     extra_environment,
     write_briefing,
 )
-from headrace.scoring.sandbox.run import LAUNCHER
-from headrace.types.messages import controller
+from headrace.rollout.scoring.sandbox.run import LAUNCHER
 
 KEEPER_S = 2.0
 """How long whoever keeps a process may take to end it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 
 def interleaving_file(engine: str) -> str:
@@ -46,7 +46,7 @@ class Handled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 def read_interleaving(path: Path) -> list[Handled]:
     """The record in ``path``. A last line that was cut off when its writer was killed is left out.
 
-    Raises :class:`~headrace.errors.DataError`, with the line, for a record that no engine has written.
+    Raises :class:`~headrace.base.errors.DataError`, with the line, for a record that no engine has written.
     """
     try:
         lines = path.read_bytes().splitlines(keepends=True)

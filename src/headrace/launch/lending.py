@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from headrace.clock import Clock, RealClock
+from headrace.base.clock import Clock, RealClock
 from headrace.launch.starts import Lending
 
 TRIED = 12

@@ -21,36 +21,36 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied, DeadlineError, LearnerLost
+from headrace.base.types.observation import Event, Recovery
 from headrace.control import Components, Serving
 from headrace.control.credit import credit
 from headrace.control.segments import cuts_of
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
-from headrace.env import SingleTurn
-from headrace.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.launch.child import LAST_WORDS_S, Child
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.engines import REMEDY, Engines
 from headrace.launch.environments import environment_pool, environment_start, episode_limits
-from headrace.launch.joining.door import JoinListener, opened_door
-from headrace.launch.joining.invitation import INVITATION_FILE
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, premises
 from headrace.launch.starters import starting
 from headrace.launch.vitals import Vitals
 from headrace.models.load import read_config
 from headrace.rollout.agents import Agents
-from headrace.types.observation import Event, Recovery
+from headrace.rollout.environments import SingleTurn
+from headrace.wings.cluster.joining.door import JoinListener, opened_door
+from headrace.wings.cluster.joining.invitation import INVITATION_FILE
 
 
 @asynccontextmanager
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     """Every part of a run as a process of this machine.
 
-    Raises :class:`~headrace.errors.ConfigError` for a model that the learner's ranks cannot share, and what a part says
-    when it cannot start; within, the death of a part cancels the body and raises
-    :class:`~headrace.errors.ComponentDied`.
+    Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share, and what a part
+    says when it cannot start; within, the death of a part cancels the body and raises
+    :class:`~headrace.base.errors.ComponentDied`.
     """
     order.learner.parallel.refuse_settings(order.model)
     if order.learner.parallel.world > 1:

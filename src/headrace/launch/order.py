@@ -9,10 +9,13 @@ from pathlib import Path
 import msgspec
 
 from headrace.algo.config import AlgoConfig
+from headrace.base.types.observation import Event, Recovery
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.trace import Span
 from headrace.control import Components
 from headrace.control.teaching import TeacherTerms
 from headrace.engine.fleet import FleetConfig
-from headrace.env import EnvConfig
 from headrace.launch.config import LaunchConfig
 from headrace.launch.forking import ForkServer
 from headrace.launch.starts import Repeated
@@ -21,11 +24,8 @@ from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout import Chat
+from headrace.rollout.environments import EnvConfig
 from headrace.sync import SyncConfig
-from headrace.types.observation import Event, Recovery
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.trace import Span
 
 Facts = dict[str, dict[str, str | int | float]]
 """What each part says of itself, by role."""

@@ -17,9 +17,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.clock import RealClock
-from headrace.environ import num_cores, shared_memory_root
-from headrace.errors import RunError
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores, shared_memory_root
+from headrace.base.errors import RunError
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.trace import in_lane
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Interrupt
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
@@ -32,13 +36,9 @@ from headrace.launch.order import ComponentStatus, Facts, LaunchOrder
 from headrace.launch.starts import EngineStart, EnvironmentStart, Keep, LearnerStart, Lending, ScorerStart, Start
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
-from headrace.scoring import AnyReward
-from headrace.scoring.fit import columns_for
+from headrace.rollout.scoring import AnyReward
+from headrace.rollout.scoring.fit import columns_for
 from headrace.sync.config import Route
-from headrace.types.messages.codec import Shutdown
-from headrace.types.trace import in_lane
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import Interrupt
 
 
 @dataclass(slots=True, kw_only=True)

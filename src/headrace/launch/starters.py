@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from headrace.base.types.observation import Event
 from headrace.launch.child import Starter
 from headrace.launch.here import Here
 from headrace.launch.order import LaunchOrder
-from headrace.types.observation import Event
 
 
 @asynccontextmanager
@@ -25,6 +25,6 @@ def starting(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
     the body."""
     if not order.launch.remote:
         return _here(order)
-    from headrace.launch.ray.starter import starting_on_ray
+    from headrace.wings.cluster.ray.starter import starting_on_ray
 
     return starting_on_ray(order)

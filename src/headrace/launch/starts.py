@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.environ import RankPlace, engine_environment, rank_environment
+from headrace.base.environ import RankPlace, engine_environment, rank_environment
 from headrace.launch.channel import Ends
 from headrace.sync.config import Route
 

@@ -11,13 +11,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.sampling import Sampling
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool, EnvTerms
 from headrace.launch.here import Here
 from headrace.launch.starts import EnvironmentStart
-from headrace.rollout.endpoint import Endpoint
-from headrace.types.sampling import Sampling
+from headrace.wings.agents import Endpoint
 
 
 @asynccontextmanager

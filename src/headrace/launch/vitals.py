@@ -20,7 +20,7 @@ from typing import Protocol
 
 import psutil
 
-from headrace.clock import Clock, off_loop
+from headrace.base.clock import Clock, off_loop
 from headrace.control.board import OWN_STANDSTILL_S, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient

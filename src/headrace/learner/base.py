@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import StepReport
-from headrace.types.tokens import FloatColumn
-from headrace.types.weights import WeightUpdate
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.tokens import FloatColumn
+from headrace.base.types.weights import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Learner(Protocol):
     async def resend(self, publication: Publication) -> WeightUpdate:
         """The same snapshot once more, whole, for an engine that could not use it as it came.
 
-        Raises :class:`~headrace.errors.WeightsError` if the buffer does not hold it any more.
+        Raises :class:`~headrace.base.errors.WeightsError` if the buffer does not hold it any more.
         """
         ...
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 CHECKSUMS_FILE = "checksums.xxh3"
 _HASH_DIGITS = 32

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 from headrace.learner.companions.config import Frozen, KeptConfig, OwnEngine, PolicyConfig, ServedTeacher, TeacherConfig
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig

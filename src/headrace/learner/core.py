@@ -29,8 +29,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.algo.objective import Objective, usable
-from headrace.clock import Clock, RealClock
-from headrace.errors import ConfigError, RunError
+from headrace.base.clock import Clock, RealClock
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.tokens import FloatColumn
+from headrace.base.types.trace import Span
 from headrace.learner.companions.base import LearnerParts
 from headrace.learner.companions.registry import companions, refuse_unserved
 from headrace.learner.config import LearnerConfig
@@ -46,10 +50,6 @@ from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.progress import Progress
 from headrace.learner.refusals import nothing_to_learn, refuse_settings
 from headrace.learner.work import Gradient, MicroBatchStats, StepSums, StepWork
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import StepReport
-from headrace.types.tokens import FloatColumn
-from headrace.types.trace import Span
 
 MOST_SPANS = 4096
 """Spans that are kept for whoever takes them: a loop of one's own takes none."""
@@ -150,8 +150,8 @@ class LearnerCore:
         """One whole optimizer step. ``batch.step`` must be :attr:`version`. A batch without any sample, all of whose
         episodes a filter has masked, counts as a step and changes no weight.
 
-        Raises :class:`~headrace.errors.RunError` before anything has changed for a batch that cannot be trained, and
-        for a gradient that is not finite.
+        Raises :class:`~headrace.base.errors.RunError` before anything has changed for a batch that cannot be trained,
+        and for a gradient that is not finite.
         """
         if not len(batch.lengths_S):
             return self._pass_over(batch)
@@ -189,7 +189,8 @@ class LearnerCore:
     def forward_backward(self, batch: Batch) -> Gradient:
         """Add the gradient of the batch's objective to what :meth:`optim_step` will use.
 
-        If it fails, no gradient is left. Raises :class:`~headrace.errors.RunError` for a batch that cannot be trained.
+        If it fails, no gradient is left. Raises :class:`~headrace.base.errors.RunError` for a batch that cannot be
+        trained.
         """
         start_s = self._context.clock.now()
         self._refuse(batch)
@@ -210,9 +211,9 @@ class LearnerCore:
         """Compute the gradient of a part of this step's batch, before the rest of it is there. A part holds whole
         groups. :meth:`finish` makes of all parts what :meth:`forward_backward` makes of the whole.
 
-        Raises, before anything has changed, :class:`~headrace.errors.RunError` for a part that cannot be trained and
-        :class:`~headrace.errors.ConfigError` if the objective must see the whole batch first. If it fails later, no
-        gradient of any part is left.
+        Raises, before anything has changed, :class:`~headrace.base.errors.RunError` for a part that cannot be trained
+        and :class:`~headrace.base.errors.ConfigError` if the objective must see the whole batch first. If it fails
+        later, no gradient of any part is left.
         """
         start_s = self._context.clock.now()
         self._refuse(part)
@@ -234,7 +235,7 @@ class LearnerCore:
         parts.seconds += self._ended("forward_backward", start_s)
 
     def finish(self) -> Gradient:
-        """The last part was added. Raises :class:`~headrace.errors.RunError` if none of them had a loss token."""
+        """The last part was added. Raises :class:`~headrace.base.errors.RunError` if none of them had a loss token."""
         parts, self._parts = self._parts or StepSums(tally=MicroBatchStats()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
@@ -248,8 +249,8 @@ class LearnerCore:
     def optim_step(self) -> Update:
         """Clip, update the weights at the schedule's rate, and count one version up.
 
-        Raises :class:`~headrace.errors.RunError` if there is no gradient or it is not finite; the weights are as they
-        were then.
+        Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite; the weights are as
+        they were then.
         """
         start_s = self._context.clock.now()
         if self._parts is not None:
@@ -307,7 +308,7 @@ class LearnerCore:
     def save(self, directory: Path) -> None:
         """Write model, tokenizer, optimizer and random state into the existing, empty ``directory``, flushed to disk.
 
-        Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
+        Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done; the directory is removed then.
         """
         start_s = self._context.clock.now()
         self._files.save(directory, self._step, self._context.model_dir)
@@ -317,7 +318,7 @@ class LearnerCore:
         """Go on exactly where :meth:`save` was called: weights, moments, random state, version; on however many ranks
         that was. Without ``weights`` if the model was loaded from ``directory``.
 
-        Raises :class:`~headrace.errors.CheckpointError` for a directory that is damaged or of another model.
+        Raises :class:`~headrace.base.errors.CheckpointError` for a directory that is damaged or of another model.
         """
         if weights:
             self._files.restore_weights(directory)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
 
 SLACK_BYTES = 1 << 20
 """For the small files beside the tensors."""
@@ -33,8 +33,8 @@ def free_bytes(directory: Path) -> int:
 def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_bytes) -> Iterator[None]:
     """Write about ``num_bytes`` into ``directory``; at the end everything in it is flushed to the disk.
 
-    If they do not fit, or a write fails, the directory is removed and :class:`~headrace.errors.CheckpointError` says
-    what was needed and what is free.
+    If they do not fit, or a write fails, the directory is removed and :class:`~headrace.base.errors.CheckpointError`
+    says what was needed and what is free.
     """
     try:
         if free(directory) < num_bytes:

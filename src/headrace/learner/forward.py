@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
-from headrace.clock import RealClock
-from headrace.errors import ModelError
+from headrace.base.clock import RealClock
+from headrace.base.errors import ModelError
+from headrace.base.types.batch import Batch
+from headrace.base.types.tokens import FloatColumn
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
 from headrace.learner.head import Likeliest
@@ -41,8 +43,6 @@ from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_s
 from headrace.models.lora import Switch
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
-from headrace.types.batch import Batch
-from headrace.types.tokens import FloatColumn
 
 SHARED_FRAC = 0.1
 """Prefixes are shared where that saves so much of a batch: parting what is shared again, for attention, costs less."""
@@ -121,7 +121,7 @@ class Forward:
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
 
     def refuse(self, batch: Batch) -> None:
-        """Raise :class:`~headrace.errors.RunError` for a batch that this model cannot compute."""
+        """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
         refuse_rescaled(batch, self._limit)
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headrace.types.recorded import KeptSets
+from headrace.base.types.recorded import KeptSets
 
 TILES = {"cpu": (512, 2048)}
 """Tokens and vocabulary entries of a tile: small enough for a processor's cache."""

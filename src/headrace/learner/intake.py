@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from headrace.algo.base import BatchLayout
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
 from headrace.models.rope import ContextLimit
 from headrace.models.routing import RoutedModel
-from headrace.types.batch import Batch
 
 Mask = npt.NDArray[np.bool_]
 
 
 def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budget: int) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a batch that a model with ``vocab_size`` tokens and the experts of
+    """Raise :class:`~headrace.base.errors.RunError` for a batch that a model with ``vocab_size`` tokens and the experts
+    of
     ``routed`` cannot train on, or whose samples do not fit in a micro-batch of ``budget`` tokens."""
     problem = (
         _misaligned(batch) or _untrainable(batch, vocab_size) or _kept_of_others(batch, vocab_size)
@@ -43,7 +44,8 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
 
 
 def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a batch with a sample whose positions the model would scale by the
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample whose positions the model would scale by
+    the
     length of its longest neighbour."""
     if limit is None or not limit.reason or not len(batch.lengths_S):
         return
@@ -57,7 +59,8 @@ def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
 
 
 def refuse_strangers(batch: Batch, agents: Sequence[str]) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a batch that trains an adapter of somebody else than ``agents``."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch that trains an adapter of somebody else than
+    ``agents``."""
     places = () if batch.agents_N is None else np.unique(batch.agents_N).tolist()
     named = dict(enumerate(batch.agents))
     strangers = [named.get(place, f"number {place}") for place in places if named.get(place) not in agents]

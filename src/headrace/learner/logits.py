@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from headrace.base.types.recorded import KeptSets
 from headrace.learner.head import HeadRequest, Kept, Likeliest, linear_logprobs, linear_top
-from headrace.types.recorded import KeptSets
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that exist at a time: 64 MiB in float32, and a few times that while their gradient is computed."""

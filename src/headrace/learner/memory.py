@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
 from headrace.learner.companions.config import KeptSection
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import best_rows
@@ -107,7 +107,7 @@ HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights:
 def told_when_full(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
     """Say what to do when there is not enough memory, and what is ``left`` then.
 
-    Raises :class:`~headrace.errors.RunError`; whoever computes inside must have dropped what it made by then.
+    Raises :class:`~headrace.base.errors.RunError`; whoever computes inside must have dropped what it made by then.
     """
     said = ""
     try:

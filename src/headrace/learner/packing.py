@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import RunError
-from headrace.types.tokens import IntColumn
+from headrace.base.errors import RunError
+from headrace.base.types.tokens import IntColumn
 
 Index = npt.NDArray[np.int64]
 
@@ -143,7 +143,7 @@ def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:
     """Cut the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens. The same input gives the same cut.
 
-    Raises :class:`~headrace.errors.RunError` for a sample that is longer than ``tokens_per_microbatch``.
+    Raises :class:`~headrace.base.errors.RunError` for a sample that is longer than ``tokens_per_microbatch``.
 
     >>> cut = microbatches(np.array([3, 2, 4, 1], np.int32), np.arange(4), 5)
     >>> [(m.samples_K.tolist(), m.places_M.tolist()) for m in cut]
@@ -161,7 +161,7 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
     """The micro-batches of every rank, as many for each; the last may be empty. The same input gives the same plan.
 
     Ranks that wait for each other after every micro-batch compute about equally costly ones at the same time. Raises
-    :class:`~headrace.errors.RunError` for a unit that no micro-batch holds.
+    :class:`~headrace.base.errors.RunError` for a unit that no micro-batch holds.
 
     >>> ranks = plan(np.array([3, 2, 4], np.int32), singly(np.arange(3)), Packing(budget=4, num_ranks=2))
     >>> [[micro.samples_K.tolist() for micro in rank] for rank in ranks]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.base.types.batch import Batch
 from headrace.learner.packing import Index, Unit
-from headrace.types.batch import Batch
 
 
 def siblings(batch: Batch, samples: Index, budget: int) -> list[Unit]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
 
 FORGETTING = 0.9
 """What remains of the longest unit of a kind with each later one: a first one that compiles is not the measure for
@@ -30,7 +30,7 @@ class Progress:
 
     Its owner calls :meth:`at`; the attributes may be read in any thread.
 
-    >>> from headrace.clock import RealClock
+    >>> from headrace.base.clock import RealClock
     >>> progress = Progress(RealClock())
     >>> with progress.at("micro-batch", "micro-batch 1 of 2"):
     ...     progress.unit.what, progress.usual_s()

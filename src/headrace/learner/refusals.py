@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.errors import ConfigError, RunError
+from headrace.base.errors import ConfigError, RunError
 
 
 def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
@@ -15,7 +15,7 @@ def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
 
 
 def refuse_settings(temperature: float) -> None:
-    """Raises :class:`~headrace.errors.ConfigError` for a temperature that nothing can be learned at."""
+    """Raises :class:`~headrace.base.errors.ConfigError` for a temperature that nothing can be learned at."""
     if temperature <= 0:
         raise ConfigError(
             f"sampling temperature {temperature} leaves no distribution to learn",

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError, ModelError
+from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner.checksums import seal
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, whole_or_nothing
 from headrace.models import ModelConfig, load_model
@@ -56,7 +56,7 @@ class Extras:
 def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, extras: Extras) -> None:
     """Write everything into the existing ``directory``, flushed.
 
-    Raises :class:`~headrace.errors.CheckpointError` where that cannot be done; the directory is removed then.
+    Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done; the directory is removed then.
     """
     with whole_or_nothing(directory, num_bytes(model, optimizer, extras.beside)):
         if is_adapted(model):
@@ -86,7 +86,7 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
 def restore_weights(directory: Path, model: PreTrainedModel) -> None:
     """Copy the weights that were saved into ``model``, in place.
 
-    Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
+    Raises :class:`~headrace.base.errors.CheckpointError` if they are of another model.
     """
     if is_adapted(model):
         _restore_adapter(directory, model)
@@ -125,7 +125,7 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Moments and random state as they were saved; the step. Rates and decays are the configuration's, not the file's.
 
-    Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged or of another model.
+    Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or of another model.
     """
     path = directory / OPTIMIZER_FILE
     try:

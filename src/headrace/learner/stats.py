@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types.tokens import FloatColumn, IntColumn
+from headrace.base.types.tokens import FloatColumn, IntColumn
 
 Ages = npt.NDArray[np.int64]
 

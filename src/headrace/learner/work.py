@@ -16,15 +16,15 @@ from torch import Tensor
 
 from headrace.algo.base import LossInputs, LossOutput, Metrics, Old, Ratio
 from headrace.algo.metrics import add, means
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import FloatColumn
 from headrace.learner.forward import Passed, TopK
 from headrace.learner.intake import Mask
 from headrace.learner.packing import MicroBatch
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.stats import TokenStats, step_metrics
-from headrace.types.batch import Batch
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.taught import Taught
-from headrace.types.tokens import FloatColumn
 
 ROUTED = "routing_differs"
 """The metric of a replay; each rank counts the rows that it routes."""

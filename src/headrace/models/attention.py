@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 
 NAME = "headrace"
 """The attention implementation's name in transformers."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, forward
 from headrace.models.config import SUPPORTED
 from headrace.models.rope import context_limit
@@ -43,7 +43,7 @@ class _Watched:
 
 @torch.no_grad()  # inference mode would leave gathered parameters that cannot be trained
 def check_packing(model: PreTrainedModel, path: str) -> None:
-    """Raise :class:`~headrace.errors.ModelError` unless a sequence gives the logits that it gives alone under the
+    """Raise :class:`~headrace.base.errors.ModelError` unless a sequence gives the logits that it gives alone under the
     architecture's own attention: packed behind another, and before one that reaches the end of the longest context."""
     ids_N = torch.arange(FIRST + SECOND + FAR, device=model.device) % model.config.vocab_size
     limit = context_limit(model.config)

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 AGENTS = "agents"
 """The folder of a snapshot that holds the adapters of agents which train their own, by name."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def use(setting: str, name: str, *, only_cpu: bool = False) -> torch.device:
     """Where this process is to compute, of a setting that may be settled already. From now on it is what this thread's
     libraries take where nobody names a GPU.
 
-    Raises :class:`~headrace.errors.ConfigError` for a device that is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` for a device that is not there.
     """
     import torch
 
@@ -91,7 +91,7 @@ def settle(engine: str, learner: str, *, ranks: int, gpus: int, count: int = 1, 
     engines and a learner of ``ranks`` ranks; 0 ranks are no learner. ``only_cpu``: what the run asks for exists on
     processors only; ``auto`` is one then.
 
-    Raises :class:`~headrace.errors.ConfigError` for a device that is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` for a device that is not there.
 
     >>> str(settle("auto", "auto", ranks=2, gpus=4))
     'engine on cuda:3, learner on cuda:0, cuda:1'

@@ -14,8 +14,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from headrace.config import merge
-from headrace.errors import ModelError
+from headrace.base.config import merge
+from headrace.base.errors import ModelError
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -109,7 +109,7 @@ def local_directory(path: str, setting: str = "model.path", *, weights: bool = T
     that name, which is fetched where the cache does not hold it. Without ``weights`` the small files are enough;
     without ``fetch`` only the cache is looked at.
 
-    Raises :class:`~headrace.errors.ModelError`.
+    Raises :class:`~headrace.base.errors.ModelError`.
     """
     named = None if Path(path).exists() else _NAME.fullmatch(path)
     if named is None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffers import zeros
-from headrace.errors import ConfigError, ModelError
+from headrace.base.buffers import zeros
+from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.rope import BY_LENGTH, BY_POSITION, ContextLimit, context_limit, unknown_rope
 
@@ -51,7 +51,7 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     frozen, with an adapter, where ``config.lora`` asks for one.
 
     Before it comes back it has shown, on a few tokens, that packing sequences changes nothing: each gives what it
-    gives alone, under the architecture's own attention. Raises :class:`~headrace.errors.ModelError`.
+    gives alone, under the architecture's own attention. Raises :class:`~headrace.base.errors.ModelError`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -140,7 +140,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` unless the same ids mean the same tokens to the models in the
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the same ids mean the same tokens to the models in the
     directories ``path``, which is that of ``setting``, and ``own``."""
     theirs, ours = load_tokenizer(path).get_vocab(), load_tokenizer(own).get_vocab()
     if theirs == ours:
@@ -163,7 +163,7 @@ def limit_of(path: str) -> ContextLimit:
     """Return the longest context that the model of directory ``path`` can be used with, and what limits it.
 
     It is ``max_position_embeddings``, or shorter where rotary embeddings depend on the length of a sequence beyond it
-    (:mod:`headrace.models.rope`). Raises :class:`~headrace.errors.ModelError`.
+    (:mod:`headrace.models.rope`). Raises :class:`~headrace.base.errors.ModelError`.
     """
     limit = context_limit(read_config(path))
     if limit is None:

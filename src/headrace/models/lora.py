@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.errors import ConfigError, ModelError
+from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import AGENTS, LoraConfig
 from headrace.models.hub import called, pinned
 from headrace.models.weights import DEFAULT, adapter_of, of_adapter, weight_tensors, without_adapter
@@ -109,8 +109,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str
     """Put the adapter ``name`` into ``model``, in place, and make it the active one; all else is frozen.
 
     The same configuration and base give the same numbers, whatever the state of torch's generators, which stays as it
-    is. ``base`` is the directory of the model. Raises :class:`~headrace.errors.ModelError` for layers that are not
-    there and for an adapter that does not fit, :class:`~headrace.errors.ConfigError` where peft is not installed.
+    is. ``base`` is the directory of the model. Raises :class:`~headrace.base.errors.ModelError` for layers that are not
+    there and for an adapter that does not fit, :class:`~headrace.base.errors.ConfigError` where peft is not installed.
     """
     peft = _peft()
     wanted = _peft_config(peft, model, config, base)
@@ -183,7 +183,7 @@ def write_adapters(model: PreTrainedModel, tensors: Mapping[str, Tensor], direct
 def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> None:
     """Copy the adapter in ``directory`` into the one of ``model`` called ``name`` (empty: the active one).
 
-    Raises :class:`~headrace.errors.ModelError`, and leaves the model as it was, for a directory that is none, an
+    Raises :class:`~headrace.base.errors.ModelError`, and leaves the model as it was, for a directory that is none, an
     adapter that was trained on another base or computes otherwise, and tensors of other names or shapes.
     """
     name = name or active_adapter(model)

@@ -33,7 +33,7 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
     """Add the adapter in ``adapter`` to the model in ``base``, in float32, and write an ordinary Hugging Face
     directory ``out``, which is made, with the tokenizer.
 
-    Raises :class:`~headrace.errors.ModelError` for an adapter that is not of this base.
+    Raises :class:`~headrace.base.errors.ModelError` for an adapter that is not of this base.
     """
     model = load_model(ModelConfig(path=str(base), lora=config_of(adapter)))
     target = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]

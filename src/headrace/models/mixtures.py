@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 def routes(config: PreTrainedConfig) -> bool:
     """Whether a model of this configuration routes its tokens to experts.
 
-    Raises :class:`~headrace.errors.ModelError` for a mixture of experts of a family that is not known here.
+    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts of a family that is not known here.
     """
     if config.model_type in NAMES:
         return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.attention import PackedPlan, Rule, forward
 from headrace.models.config import SUPPORTED
 from headrace.models.paged.base import LayerShape
@@ -37,8 +37,8 @@ class _ShapeRecorder:
 def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     """The shape of every layer's keys and values, in the order of the layers.
 
-    Raises :class:`~headrace.errors.ModelError` if a layer attends by other means than transformers' interface, or keys
-    and values do not have the same number of heads.
+    Raises :class:`~headrace.base.errors.ModelError` if a layer attends by other means than transformers' interface, or
+    keys and values do not have the same number of heads.
     """
     watch = _ShapeRecorder(PackedPlan([NUM_TOKENS], model.device))
     forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)

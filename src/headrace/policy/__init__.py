@@ -8,13 +8,13 @@
 The gradient is the sum of those of all calls since the last ``optim_step``, each divided by its own denominator.
 """
 
+from headrace.base.types.messages.engine import StaleFork
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt
 from headrace.learner.core import Update
 from headrace.learner.work import Gradient
 from headrace.policy.config import PolicyConfig
 from headrace.policy.policy import Policy
 from headrace.policy.sample import Sample
-from headrace.types.messages.engine import StaleFork
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt
 
 __all__ = ["Gradient", "Interrupt", "Policy", "PolicyConfig", "Sample", "StaleFork", "Tokens", "Update"]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.tokens import FloatColumn, Tokens
 from headrace.models import ModelConfig
 from headrace.models.gap import Gap, largest_gap
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey
-from headrace.types.tokens import FloatColumn, Tokens
 
 _LENGTHS = (2, 7, 40)
 """Tokens of the sequences that are scored by both."""
@@ -58,7 +58,7 @@ class ProbeTerms:
 
 
 def refuse_apart(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, terms: ProbeTerms) -> None:
-    """Raise :class:`~headrace.errors.RunError` for a gap that rounding does not explain."""
+    """Raise :class:`~headrace.base.errors.RunError` for a gap that rounding does not explain."""
     (places,) = np.nonzero(batch.mask_N)
     if not len(places):
         return

@@ -9,9 +9,9 @@ from typing import Any, Self, TypedDict
 from pydantic import Field, model_validator
 
 from headrace.algo.config import AlgoConfig
-from headrace.config import Section, merge, validate
+from headrace.base.config import Section, merge, validate
+from headrace.base.errors import ConfigError
 from headrace.engine.config import EngineConfig
-from headrace.errors import ConfigError
 from headrace.learner.companions.critic_config import CriticConfig
 from headrace.learner.config import LearnerConfig
 from headrace.models.config import ModelConfig

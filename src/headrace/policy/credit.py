@@ -8,7 +8,7 @@ from typing import Any
 from headrace.algo import notebook
 from headrace.algo.advantages import outcomes_of
 from headrace.algo.config import AlgoConfig
-from headrace.errors import ConfigError, DataError
+from headrace.base.errors import ConfigError, DataError
 
 
 def advantages_of(

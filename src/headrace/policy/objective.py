@@ -19,11 +19,11 @@ from headrace.algo.base import BatchLayout, Column, LossInputs, LossOutput, Shar
 from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.section import LossSection
 from headrace.algo.objective import Objective
-from headrace.config import validate
-from headrace.errors import ConfigError, DataError
+from headrace.base.config import validate
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.types.batch import Batch
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.learner.config import COLUMNS, SETTINGS
-from headrace.types.batch import Batch
-from headrace.types.versions import NOT_SAMPLED
 
 Choice = str | Mapping[str, Any] | AlgoConfig
 """A loss by name, the ``[algo]`` table of a run file, or its record."""
@@ -99,8 +99,8 @@ LINEAR = Objective(Slopes(), (), Sum())
 def algo_of(choice: Choice) -> AlgoConfig:
     """The settings that ``choice`` stands for; a name alone leaves all others at their defaults.
 
-    Raises :class:`~headrace.errors.ConfigError` for a name or key that does not exist, and for a formula that reads
-    what the learner does not compute.
+    Raises :class:`~headrace.base.errors.ConfigError` for a name or key that does not exist, and for a formula that
+    reads what the learner does not compute.
 
     >>> algo_of("gspo").correction[0].kind
     'tis'
@@ -124,7 +124,7 @@ def algo_of(choice: Choice) -> AlgoConfig:
 def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
     """∂fn/∂log π (N, float32), and what ``fn`` reports, ``loss`` among it.
 
-    Raises :class:`~headrace.errors.DataError` for anything that has no such slopes.
+    Raises :class:`~headrace.base.errors.DataError` for anything that has no such slopes.
     """
     with torch.enable_grad():
         returned = fn(inputs)
@@ -154,7 +154,8 @@ def _number(value: Any) -> float:
 
 
 def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` for tokens of older weights that ``algo`` does not account for."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for tokens of older weights that ``algo`` does not
+    account for."""
     sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
     ages = batch.ages()[sampled_N[batch.mask_N]]
     oldest = int(ages.max(initial=0))

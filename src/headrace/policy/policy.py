@@ -16,11 +16,17 @@ import numpy as np
 import torch
 
 from headrace.algo.objective import Objective, usable
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, DataError, RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.engine import ForkRequest, StaleFork
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import FloatColumn, Tokens
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine import RequestOptions
 from headrace.engine.local import LocalEngine, LocalTerms
 from headrace.engine.native import NativeEngine
-from headrace.errors import ConfigError, DataError, RunError
 from headrace.learner.checksums import verify
 from headrace.learner.core import LearnerContext, LearnerCore, Update
 from headrace.learner.packing import MicroBatch
@@ -41,12 +47,6 @@ from headrace.policy.objective import Choice, Current, Formula, algo_of, refuse_
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
 from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, together
 from headrace.policy.slots import Slots
-from headrace.types.batch import Batch
-from headrace.types.messages.engine import ForkRequest, StaleFork
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import FloatColumn, Tokens
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import Interrupt, SwapReport
 
 
 class Policy:
@@ -138,9 +138,9 @@ class Policy:
 
         ``lr`` stands for ``learner={"lr": ...}`` and ``loss`` for ``algo={"loss": ...}``; ``settings`` are those of
         :class:`~headrace.policy.config.PolicyConfig`, laid over the saved ones. Raises
-        :class:`~headrace.errors.ConfigError`, :class:`~headrace.errors.ModelError`,
-        :class:`~headrace.errors.CheckpointError`, and :class:`~headrace.errors.DataError` for a file that has changed
-        since it was saved.
+        :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.ModelError`,
+        :class:`~headrace.base.errors.CheckpointError`, and :class:`~headrace.base.errors.DataError` for a file that has
+        changed since it was saved.
         """
         directory = Path(directory).expanduser()
         verify(directory)
@@ -175,8 +175,8 @@ class Policy:
     async def start(self) -> None:
         """Open it, once: start the engine in this event loop, publish the learner's weights to it, and compare the two.
 
-        Raises :class:`~headrace.errors.RunError` where their log-probabilities of a few tokens are further apart than
-        rounding explains; with ``model.deterministic``, where they are apart at all.
+        Raises :class:`~headrace.base.errors.RunError` where their log-probabilities of a few tokens are further apart
+        than rounding explains; with ``model.deterministic``, where they are apart at all.
         """
         if self._loop is not None:
             raise RunError("the policy was opened before", remedy="open it once; load it again for another loop")
@@ -208,13 +208,14 @@ class Policy:
     ) -> list[list[Sample]]:
         """``n`` answers to each prompt: a list for every prompt, in order.
 
-        A prompt is text, chat messages, token ids, or :class:`~headrace.types.tokens.Tokens`. ``how`` is laid over the
-        settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives the
-        same answers under the same weights; without, each call draws anew. Weights that are published meanwhile are
+        A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` is laid over
+        the settings of the engine; samples of another temperature cannot be trained. With ``seed`` the same call gives
+        the same answers under the same weights; without, each call draws anew. Weights that are published meanwhile are
         used from then on, and every token says which version sampled it.
 
-        Raises :class:`~headrace.errors.DataError` for a prompt, :class:`~headrace.errors.ConfigError` for a setting and
-        :class:`~headrace.errors.RequestError` for what the engine cannot serve; no answer comes back then.
+        Raises :class:`~headrace.base.errors.DataError` for a prompt, :class:`~headrace.base.errors.ConfigError` for a
+        setting and :class:`~headrace.base.errors.RequestError` for what the engine cannot serve; no answer comes back
+        then.
         """
         engine = self._open("sample")
         return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, how))
@@ -263,7 +264,7 @@ class Policy:
         """Make the learner's weights the ones that sample, between two engine steps; what runs goes on as ``mode``
         says. The learner stands still for one copy of its weights.
 
-        Raises :class:`~headrace.errors.RunError` if they are in use already.
+        Raises :class:`~headrace.base.errors.RunError` if they are in use already.
         """
         engine = self._open("publish")
         if mode not in tuple(Interrupt):
@@ -294,9 +295,9 @@ class Policy:
         over several calls the gradients add up. π_old is the learner's policy at this moment; for several updates on
         the same samples set ``algo.old = "engine"``.
 
-        Raises :class:`~headrace.errors.DataError`, :class:`~headrace.errors.ConfigError` and
-        :class:`~headrace.errors.RunError` before anything has changed. If the computation itself fails, no gradient is
-        left, not that of earlier calls either.
+        Raises :class:`~headrace.base.errors.DataError`, :class:`~headrace.base.errors.ConfigError` and
+        :class:`~headrace.base.errors.RunError` before anything has changed. If the computation itself fails, no
+        gradient is left, not that of earlier calls either.
         """
         with self._learning("forward_backward"):
             algo = self.config.algo if loss is None else algo_of(loss)
@@ -324,7 +325,7 @@ class Policy:
         ``config.algo.old`` says, ``log_ref_N`` that of ``config.learner.reference``. ``log_pi_N`` is 0
         outside ``mask_N``, and a gradient there has no effect. Nothing is normalised but by ``fn``.
 
-        Raises :class:`~headrace.errors.DataError` for a function that gives no loss or no finite gradient.
+        Raises :class:`~headrace.base.errors.DataError` for a function that gives no loss or no finite gradient.
         """
         with self._learning("forward_backward_custom"):
             batch = make_batch(samples, advantages, self._terms())
@@ -338,7 +339,8 @@ class Policy:
     def optim_step(self) -> Update:
         """One optimizer step with the gradient that was added up; :attr:`version` counts up.
 
-        Raises :class:`~headrace.errors.RunError` if there is none, or it is not finite: the weights are as they were.
+        Raises :class:`~headrace.base.errors.RunError` if there is none, or it is not finite: the weights are as they
+        were.
         """
         with self._learning("optim_step"), self._weights:
             return self._learner.optim_step()
@@ -355,8 +357,8 @@ class Policy:
         """Write model, tokenizer, optimizer, version and settings into ``directory``, which must be new; :meth:`load`
         goes on from there bit for bit, and any Hugging Face program reads the model.
 
-        Raises :class:`~headrace.errors.CheckpointError` where that cannot be done, and
-        :class:`~headrace.errors.RunError` between ``forward_backward`` and ``optim_step``.
+        Raises :class:`~headrace.base.errors.CheckpointError` where that cannot be done, and
+        :class:`~headrace.base.errors.RunError` between ``forward_backward`` and ``optim_step``.
         """
         with self._learning("save"):
             if self._learner.has_gradient:

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import DataError, RunError
-from headrace.types.batch import Batch, TrainSample
-from headrace.types.episode import EpisodeKey, StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import FloatColumn, Tokens
-from headrace.types.versions import oldest
+from headrace.base.errors import DataError, RunError
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeKey, StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import FloatColumn, Tokens
+from headrace.base.types.versions import oldest
 
 _FRESH = "sample again with this policy, or load the policy that sampled them"
 
@@ -101,8 +101,8 @@ def make_batch(samples: Samples, advantages: Any, terms: SampleRequirements) -> 
     """The batch of ``samples``. ``advantages``, nested as they are, is a number for each, or one for each token of its
     answer; ``None`` for 0 throughout.
 
-    Raises :class:`~headrace.errors.DataError` for what does not fit together, and
-    :class:`~headrace.errors.RunError` for what this learner cannot have asked for.
+    Raises :class:`~headrace.base.errors.DataError` for what does not fit together, and
+    :class:`~headrace.base.errors.RunError` for what this learner cannot have asked for.
     """
     flat = _flat_samples(samples)
     fulls = [sample.full for sample in flat]

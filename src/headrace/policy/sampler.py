@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.errors import ConfigError, DataError, nearest
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
 from headrace.engine import Engine, RequestOptions
 from headrace.engine.base import PLAIN
-from headrace.env.prompts import PromptTokenizer, make_tasks
-from headrace.errors import ConfigError, DataError, nearest
 from headrace.policy.sample import Sample
+from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
 from headrace.rollout.runner import episode_seed
-from headrace.types.episode import EpisodeKey
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.inte
 
 
 class SampleOptions(TypedDict, total=False):
-    """What may be said of one call of ``sample``; see :class:`~headrace.types.sampling.Sampling`."""
+    """What may be said of one call of ``sample``; see :class:`~headrace.base.types.sampling.Sampling`."""
 
     max_new_tokens: int
     """Stop after this many."""
@@ -83,7 +83,7 @@ class PolicySampler:
         """Sampled so far; names the next group."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        """The prompts as the model reads them. Raises :class:`~headrace.errors.DataError`, naming the prompt."""
+        """The prompts as the model reads them. Raises :class:`~headrace.base.errors.DataError`, naming the prompt."""
         if isinstance(prompts, str | Tokens) or not isinstance(prompts, Iterable):
             raise DataError(f"prompts is a {type(prompts).__name__}", remedy="give a list of prompts: [prompt]")
         encoded = [self._encode(place, prompt) for place, prompt in enumerate(prompts)]

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from headrace.errors import RunError, WeightsError
+from headrace.base.errors import RunError, WeightsError
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import WeightUpdate
 from headrace.sync.manifest import plan
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import WeightUpdate
 
 
 class Slots:
@@ -43,8 +43,8 @@ class Slots:
     def copy(self, version: int) -> WeightUpdate:
         """Copy the source as it is now into the free slot; the source must not change meanwhile.
 
-        Raises :class:`~headrace.errors.RunError` if the engine uses this version, and
-        :class:`~headrace.errors.WeightsError` while an earlier one is still coming into use.
+        Raises :class:`~headrace.base.errors.RunError` if the engine uses this version, and
+        :class:`~headrace.base.errors.WeightsError` while an earlier one is still coming into use.
         """
         with self._lock:
             if version <= self.committed:

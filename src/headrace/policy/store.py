@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.errors import CheckpointError
+from headrace.base.errors import CheckpointError
 from headrace.learner.checksums import seal
 from headrace.learner.core import LearnerCore
 from headrace.learner.disk import SLACK_BYTES, flush_one, whole_or_nothing
@@ -32,7 +32,7 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
 def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
     """Write all of it; ``directory`` appears at once, whole and flushed. It must not exist, or be empty.
 
-    Raises :class:`~headrace.errors.CheckpointError`; nothing is left then.
+    Raises :class:`~headrace.base.errors.CheckpointError`; nothing is left then.
     """
     unfinished = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     try:
@@ -59,7 +59,7 @@ def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
 def read_state(directory: Path) -> PolicyState | None:
     """What was saved there; ``None`` for a directory that is only a model's.
 
-    Raises :class:`~headrace.errors.CheckpointError` for a file that cannot be understood.
+    Raises :class:`~headrace.base.errors.CheckpointError` for a file that cannot be understood.
     """
     path = directory / STATE_FILE
     if not path.is_file():

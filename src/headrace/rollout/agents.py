@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.base.errors import EpisodeError, nearest
+from headrace.base.types.episode import role_of
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import FROZEN
 from headrace.engine import Engine
-from headrace.env.agents import POLICY
-from headrace.errors import EpisodeError, nearest
-from headrace.types.episode import role_of
-from headrace.types.tokens import Tokens
-from headrace.types.versions import FROZEN
+from headrace.rollout.environments.agents import POLICY
 
 FROZEN_AGENT = "frozen_agent"
 """Why a turn carries no loss that weights sampled which are not trained."""
@@ -34,7 +34,7 @@ class Agents:
     def frozen(self, name: str) -> Engine | None:
         """The engine of an agent with frozen weights; ``None``: it is the policy under training.
 
-        Raises :class:`~headrace.errors.EpisodeError` for a name that there is not.
+        Raises :class:`~headrace.base.errors.EpisodeError` for a name that there is not.
         """
         role = role_of(name)
         if self.known and role != POLICY and role not in self.known:

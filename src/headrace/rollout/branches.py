@@ -16,12 +16,12 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import Branch, StopReason, Turn
+from headrace.base.types.messages.engine import ForkRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn
 from headrace.engine import PLAIN, RequestOptions, TokenChunk, TokenSource
-from headrace.errors import RequestError
-from headrace.types.episode import Branch, StopReason, Turn
-from headrace.types.messages.engine import ForkRequest
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn
 
 _NONE = np.zeros(0, np.int32)
 

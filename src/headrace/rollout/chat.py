@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
+from headrace.base.types.chat import Message, ToolCall
+from headrace.base.types.tokens import IntColumn
 from headrace.rollout.answers import Parser, parser_for, split_reasoning
 from headrace.rollout.answers.base import THINK, ParsedAnswer
 from headrace.rollout.rendering import Renderer, Tokenizer
-from headrace.types.chat import Message, ToolCall
-from headrace.types.tokens import IntColumn
 
 _TAIL = 16
 """Tokens at the end of a prompt among which the beginning of a thought, and the space behind it, are looked for."""

@@ -18,16 +18,16 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from headrace.clock import off_loop
-from headrace.env.base import AS_THE_RUN, Hear
-from headrace.errors import BudgetSpent, EpisodeError
+from headrace.base.clock import off_loop
+from headrace.base.errors import BudgetSpent, EpisodeError
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
+from headrace.base.types.episode import EpisodeKey, Turn, TurnPart
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.rollout.chat import Chat, Read, Reading
+from headrace.rollout.environments.base import AS_THE_RUN, Hear
 from headrace.rollout.growing import Growing
 from headrace.rollout.history import History, HistoryNode, num_chars
-from headrace.types.chat import ChatOptions, Message, Reply, Tool
-from headrace.types.episode import EpisodeKey, Turn, TurnPart
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn, Tokens
 
 OTHER_SAMPLING = "other_sampling"
 """Why a turn carries no loss that was sampled otherwise than the run samples."""
@@ -86,7 +86,8 @@ class TurnSampler(Protocol):
 
 
 class Conversations:
-    """The :class:`~headrace.env.base.OpenEpisode` of one attempt. Without a ``chat`` it speaks in tokens only; ``note``
+    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt. Without a ``chat`` it speaks in
+    tokens only; ``note``
     is told, in words that can be counted, what is odd and no error."""
 
     def __init__(
@@ -107,7 +108,7 @@ class Conversations:
         self._num_calls = 0
 
     def begin_again(self) -> None:
-        """See :class:`~headrace.env.base.OpenEpisode`."""
+        """See :class:`~headrace.rollout.environments.base.OpenEpisode`."""
         self._sampler.begin_again()
         self._begin()
 
@@ -123,7 +124,7 @@ class Conversations:
         options: ChatOptions = AS_THE_RUN,
         hear: Hear | None = None,
     ) -> Reply:
-        """The model's answer to ``messages``; see :class:`~headrace.env.base.OpenEpisode`."""
+        """The model's answer to ``messages``; see :class:`~headrace.rollout.environments.base.OpenEpisode`."""
         if not messages:
             raise EpisodeError("asked for an answer to no message", remedy="send at least one")
         held = self._history.find_messages(messages, tools, options.agent)
@@ -142,7 +143,7 @@ class Conversations:
         return await self._answer(below, options, calls=len(tools) > 0, hear=hear)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
-        """The model's answer to these tokens; see :class:`~headrace.env.base.OpenEpisode`."""
+        """The model's answer to these tokens; see :class:`~headrace.rollout.environments.base.OpenEpisode`."""
         ids_T = np.ascontiguousarray(prompt_ids_T, np.int32)
         if ids_T.ndim != 1 or not len(ids_T):
             raise EpisodeError(f"a prompt of shape {ids_T.shape}", remedy="give a list of token ids")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.engine.server.text import Detokenizer, StopFinder
-from headrace.env.base import AnswerPiece, Hear
-from headrace.errors import SequenceFailed
+from headrace.base.errors import SequenceFailed
+from headrace.base.types.chat import Message
+from headrace.base.types.episode import TurnPart
+from headrace.engine.text import Detokenizer, StopFinder
 from headrace.rollout.answers import certain_split
 from headrace.rollout.chat import Chat, Reading
-from headrace.types.chat import Message
-from headrace.types.episode import TurnPart
+from headrace.rollout.environments.base import AnswerPiece, Hear
 
 
 class Growing:

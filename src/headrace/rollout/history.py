@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headrace.env.agents import POLICY
-from headrace.types.chat import Message, Tool
-from headrace.types.episode import Turn
-from headrace.types.tokens import IntColumn
+from headrace.base.types.chat import Message, Tool
+from headrace.base.types.episode import Turn
+from headrace.base.types.tokens import IntColumn
+from headrace.rollout.environments.agents import POLICY
 
 _CODEC = msgspec.json.Encoder()
 
@@ -124,7 +124,7 @@ class History:
 def in_one_spelling(message: Message) -> Message:
     """The message as it is compared: programs that read the arguments of a call may write the same JSON otherwise.
 
-    >>> from headrace.types.chat import ToolCall
+    >>> from headrace.base.types.chat import ToolCall
     >>> call = ToolCall(id="0", name="add", arguments='{"a":1}')
     >>> in_one_spelling(Message(role="assistant", tool_calls=(call,))).tool_calls[0].arguments
     '{"a": 1}'

@@ -16,8 +16,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from headrace.errors import EpisodeError
-from headrace.types.chat import Message, Tool
+from headrace.base.errors import EpisodeError
+from headrace.base.types.chat import Message, Tool
 
 ANSWER = "⟪an answer⟫"
 """Stands for an answer in the held conversation; never tokenised."""
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
 class Renderer:
     """Renders with the chat template of ``tokenizer``. Where it knows nothing of tools, they are told in words.
 
-    Every method raises :class:`~headrace.errors.EpisodeError` (``template_error``) for what the template refuses.
+    Every method raises :class:`~headrace.base.errors.EpisodeError` (``template_error``) for what the template refuses.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:

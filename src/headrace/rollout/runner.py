@@ -12,18 +12,18 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from headrace.clock import being_cancelled
+from headrace.base.clock import being_cancelled
+from headrace.base.errors import EpisodeError, HeadraceError, RequestError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import RequestOptions, TokenSource
-from headrace.env import AttemptOutcome, Environment
-from headrace.errors import EpisodeError, HeadraceError, RequestError
 from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_frozen
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits, TurnRequest
+from headrace.rollout.environments import AttemptOutcome, Environment
 from headrace.rollout.withdrawal import Withdrawal
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
-from headrace.types.sampling import Sampling
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn, Tokens
 
 RETRIED = ("env_error", "env_timeout", "env_crashed", "env_blocked")
 """Reasons for which an attempt is made again, where ``env.retries`` are left."""
@@ -294,7 +294,8 @@ def remedy_of(cause: str) -> str:
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:
-    """The attempt is over. Raises :class:`~headrace.errors.EpisodeError` where it leaves an agent without a reward."""
+    """The attempt is over. Raises :class:`~headrace.base.errors.EpisodeError` where it leaves an agent without a
+    reward."""
     for index, turn in enumerate(turns):
         left = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         why = turn.untrained or (NOT_CHOSEN if left else "")

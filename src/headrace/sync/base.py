@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headrace.types.weights import Manifest, WeightUpdate
+from headrace.base.types.weights import Manifest, WeightUpdate
 
 NUM_SLOTS = 2
 
@@ -72,10 +72,10 @@ class Sent:
 
 
 class Outbox(Protocol):
-    """The learner's side of a transport. Failures are :class:`~headrace.errors.WeightsError`."""
+    """The learner's side of a transport. Failures are :class:`~headrace.base.errors.WeightsError`."""
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Room for the slots. Raises :class:`~headrace.errors.WeightsError` where there is too little."""
+        """Room for the slots. Raises :class:`~headrace.base.errors.WeightsError` where there is too little."""
         ...
 
     def send(self, parcel: Parcel) -> Sent:
@@ -89,7 +89,7 @@ class Outbox(Protocol):
 
 
 class Inbox(Protocol):
-    """The engine's side of a transport. Failures are :class:`~headrace.errors.NeedsFull`."""
+    """The engine's side of a transport. Failures are :class:`~headrace.base.errors.NeedsFull`."""
 
     @property
     def address(self) -> str:

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.errors import NeedsFull, WeightsError
-from headrace.groups import ProcessGroup, meet
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import Parcel, Sent
 from headrace.sync.config import Route
+from headrace.sync.groups import ProcessGroup, meet
 from headrace.sync.manifest import private_memory
-from headrace.types.weights import BUCKET_BYTES, WeightUpdate
 
 _BETWEEN = ","
 

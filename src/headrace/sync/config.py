@@ -7,11 +7,11 @@ from typing import Literal, Self
 import msgspec
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.config.addresses import EVERYWHERE, LOOPBACK
-from headrace.config.tls import refuse_half
-from headrace.errors import ConfigError
-from headrace.types.weights import Interrupt
+from headrace.base.config import Section
+from headrace.base.config.addresses import EVERYWHERE, LOOPBACK
+from headrace.base.config.tls import refuse_half
+from headrace.base.errors import ConfigError
+from headrace.base.types.weights import Interrupt
 
 
 class SyncConfig(Section):

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.types.weights import BUCKET_BYTES, Manifest, WeightUpdate
 from headrace.sync.base import NUM_SLOTS, Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
-from headrace.types.weights import BUCKET_BYTES, Manifest, WeightUpdate
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",

@@ -26,13 +26,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from headrace.config.addresses import LOOPBACK
-from headrace.config.tls import only, server_context
-from headrace.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.config.addresses import LOOPBACK
+from headrace.base.config.tls import only, server_context
+from headrace.base.errors import ConfigError, NeedsFull, WeightsError
+from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import Parcel, Sent
 from headrace.sync.config import Route
 from headrace.sync.manifest import private_memory
-from headrace.types.weights import BUCKET_BYTES, WeightUpdate
 
 MAX_CONNECTIONS = 8
 MOST_UPLOADS = 16

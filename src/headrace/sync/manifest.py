@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.buffers import zeros
-from headrace.types.weights import Manifest, TensorEntry
+from headrace.base.buffers import zeros
+from headrace.base.types.weights import Manifest, TensorEntry
 
 ALIGNMENT_BYTES = 64
 """A cache line: every tensor begins on one."""

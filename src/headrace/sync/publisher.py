@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError, WeightsError
+from headrace.base.errors import ConfigError, WeightsError
+from headrace.base.types.weights import WeightUpdate
 from headrace.models.weights import of_adapter
 from headrace.sync.base import NUM_SLOTS, Codec, Outbox, Parcel
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
-from headrace.types.weights import WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,8 @@ class Publisher:
         return self._send(self._parcel(version, slot, to))
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
-        """The same version once more, whole. Raises :class:`~headrace.errors.WeightsError` if ``slot`` does not hold
+        """The same version once more, whole. Raises :class:`~headrace.base.errors.WeightsError` if ``slot`` does not
+        hold
         it any more, bit for bit."""
         announced = self._announced[slot]
         if announced is None or announced.version != version:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headrace.errors import NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.base import NUM_SLOTS, Codec, Inbox, Phase
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, private_memory, view
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import Manifest, WeightUpdate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,8 +92,8 @@ class Receiver:
         """Check layout, order and checksums, and bring what has to be brought; may run in another thread than the
         decoding.
 
-        Raises :class:`~headrace.errors.NeedsFull` where the same version, sent whole, could be used, and
-        :class:`~headrace.errors.WeightsError` where it could not; nothing that is used has changed then.
+        Raises :class:`~headrace.base.errors.NeedsFull` where the same version, sent whole, could be used, and
+        :class:`~headrace.base.errors.WeightsError` where it could not; nothing that is used has changed then.
         """
         try:
             with self._lock:  # from here to the end nothing is staged, so that no commit can begin meanwhile
@@ -131,8 +131,8 @@ class Receiver:
         """Use the staged version in ``parts`` changes, each made when the iterator is advanced; after the last one it
         ends. What stands in between is neither the old version nor the new one.
 
-        Raises :class:`~headrace.errors.WeightsError` at once if ``version`` is not staged. The next one can be staged
-        only after the last change.
+        Raises :class:`~headrace.base.errors.WeightsError` at once if ``version`` is not staged. The next one can be
+        staged only after the last change.
         """
         with self._lock:  # another thread may stage the next version at this very moment
             staged = self._staged

@@ -12,10 +12,10 @@ import mmap
 import os
 from pathlib import Path
 
-from headrace.errors import NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import NUM_SLOTS, Parcel, Sent
 from headrace.sync.config import Route
-from headrace.types.weights import BUCKET_BYTES, WeightUpdate
 
 
 class ShmOutbox:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.errors import ConfigError, nearest
+from headrace.base.errors import ConfigError, nearest
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
 from headrace.sync.publisher import Publisher
@@ -26,8 +26,8 @@ TRANSPORTS = {
 def make_publisher(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Publisher:
     """The learner's side. ``token`` is the run's, for transports that others could reach.
 
-    Raises :class:`~headrace.errors.ConfigError` for what cannot be used here, :class:`~headrace.errors.WeightsError`
-    for too little memory.
+    Raises :class:`~headrace.base.errors.ConfigError` for what cannot be used here,
+    :class:`~headrace.base.errors.WeightsError` for too little memory.
     """
     return Publisher(tensors, codec_of(route.codec), open_transport(route).open_outbox(route, token))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headrace.errors import WeightsError
+from headrace.base.errors import WeightsError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
+from headrace.base.types.versions import oldest
+from headrace.base.types.weights import Interrupt
 from headrace.testing.engine_rig import CLOSE, FLUSH, RequestOutput, Rig, close, refuse
-from headrace.types.episode import StopReason
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
-from headrace.types.versions import oldest
-from headrace.types.weights import Interrupt
 
 LONG = 60
 LONGER = 240

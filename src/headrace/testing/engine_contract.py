@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.base.types.weights import Interrupt
 from headrace.engine.capabilities import Capabilities
-from headrace.engine.served.launching import ServeRequirements
 from headrace.models.config import LoraConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.testing import engine_checks as checks
 from headrace.testing import engine_model_checks as model_checks
 from headrace.testing.engine_rig import MAX_CONTEXT, Rig, refuse
-from headrace.types.weights import Interrupt
+from headrace.wings.servers.client.launching import ServeRequirements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.recorded import Experts
+from headrace.base.types.weights import Interrupt
 from headrace.models.routing import RoutingRecorder, find_routing
 from headrace.testing.engine_checks import first_weights, interrupted
 from headrace.testing.engine_rig import CLOSE, RequestOutput, Rig, close, refuse
-from headrace.types.messages.engine import ScoreTokens
-from headrace.types.recorded import Experts
-from headrace.types.weights import Interrupt
 
 AGENT = "solver"
 """Who has an adapter beside the policy's."""

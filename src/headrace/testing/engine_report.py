@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from headrace.base.errors import HeadraceError
 from headrace.engine.capabilities import CAPABILITIES, Capabilities, capabilities
-from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.core import ServedEngine
-from headrace.engine.served.launching import ServeRequirements
-from headrace.errors import HeadraceError
 from headrace.models.devices import CPU
 from headrace.testing.engine_contract import SUITES, Clause, Suite, keep
 from headrace.testing.engine_rig import Rig, native_rig, served_rig
 from headrace.testing.interpreted import interpreted
 from headrace.testing.servers import fake_server
+from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.core import ServedEngine
+from headrace.wings.servers.client.launching import ServeRequirements
 
 MARK = "<!-- contract -->"
 BROKEN = "BROKEN"

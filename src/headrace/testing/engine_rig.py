@@ -12,29 +12,29 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import HeadraceError
+from headrace.base.types.columns import FloatColumn
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine import EngineConfig
 from headrace.engine.base import EngineCore
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.native import NativeEngine
-from headrace.engine.served.config import ServerConfig
-from headrace.engine.served.forms import ServedForm
-from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.make import served
-from headrace.errors import HeadraceError
 from headrace.models import ModelConfig, load_model
 from headrace.models.lora import active
 from headrace.models.weights import DEFAULT, is_adapted, weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.types.columns import FloatColumn
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import ForkRequest, GenerateRequest
-from headrace.types.sampling import Sampling
-from headrace.types.weights import Interrupt, SwapReport
+from headrace.wings.servers.client.config import ServerConfig
+from headrace.wings.servers.client.forms import ServedForm
+from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.make import served
 
 FLUSH = 8
 """``engine.flush_tokens`` of an engine under test."""

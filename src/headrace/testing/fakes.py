@@ -11,22 +11,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.clock import VirtualClock
+from headrace.base.clock import VirtualClock
+from headrace.base.errors import RequestError, WeightsError
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import EngineStats, StepReport
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.task import Task
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.control import Components
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.env import SingleTurn
-from headrace.errors import RequestError, WeightsError
 from headrace.learner.base import Publication
-from headrace.scoring import NO_CONTEXT, Scores, ScoringContext
-from headrace.types.batch import Batch
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import EngineStats, StepReport
-from headrace.types.sampling import Sampling
-from headrace.types.scored import ScoredGroup
-from headrace.types.task import Task
-from headrace.types.taught import TopScores
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
+from headrace.rollout.environments import SingleTurn
+from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
 
 CHUNK_TOKENS = 16
 _EMPTY = Manifest(entries=(), total_bytes=0)
@@ -218,7 +218,7 @@ def fake_parts(
     scorer: FakeScorer | None = None,
     num_tasks: int = 32,
 ) -> Components:
-    """Every part of a run as a fake, for :func:`headrace.clock.run_virtual`; must be called inside it."""
+    """Every part of a run as a fake, for :func:`headrace.base.clock.run_virtual`; must be called inside it."""
     tasks = [
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
         for index in range(num_tasks)

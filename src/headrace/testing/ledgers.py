@@ -10,7 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.group import GroupState
+from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger import Fates, GroupAttempt, Ledger, Lengths
 from headrace.flow.ledger.base import (
     CommitVersion,
@@ -23,9 +26,6 @@ from headrace.flow.ledger.base import (
     Stream,
     Submit,
 )
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
-from headrace.types.group import GroupState
-from headrace.types.tokens import Tokens
 
 GROUP_SIZE = 2
 NUM_TOKENS = 4

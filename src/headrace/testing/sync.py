@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.errors import NeedsFull, WeightsError
+from headrace.base.errors import NeedsFull, WeightsError
+from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.base import Codec, Inbox, Phase
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import Route
@@ -27,7 +28,6 @@ from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher, open_transport
-from headrace.types.weights import Manifest, WeightUpdate
 
 TOKEN = "a token of this run"
 Weights = dict[str, Tensor]

@@ -17,8 +17,8 @@ from typing import ClassVar, Literal, Protocol, TypeVar
 import numpy as np
 
 from headrace.algo.advantages.outcomes import Bools, Floats, Ints, Outcomes
-from headrace.config import Section
-from headrace.errors import DataError
+from headrace.base.config import Section
+from headrace.base.errors import DataError
 
 A = TypeVar("A", Floats, Ints)
 Scope = Literal["group", "batch"]

@@ -21,7 +21,7 @@ from headrace.algo.advantages.base import (
     without_rounding,
 )
 from headrace.algo.advantages.outcomes import Floats, Outcomes
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 DDOF = {"ddof0": 0, "ddof1": 1}
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from headrace.algo.base import Column, Factor, LossInputs
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, TokenLoss
 from headrace.algo.losses.section import AnchoredLoss
-from headrace.config.user_code import load_file
-from headrace.errors import ConfigError, DataError, nearest
+from headrace.base.config.user_code import load_file
+from headrace.base.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor

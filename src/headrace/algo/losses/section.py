@@ -9,8 +9,8 @@ from pydantic import Field
 
 from headrace.algo.base import Anchor, Column, LossInputs, Ratio, TokenLoss
 from headrace.algo.divergence import Estimator, estimate
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

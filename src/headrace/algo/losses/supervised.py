@@ -11,7 +11,7 @@ from pydantic import Field
 from headrace.algo.base import Column, LossInputs, Ratio, TokenLoss, log_ratio
 from headrace.algo.divergence import Estimator, estimate
 from headrace.algo.losses.section import LossSection, refuse_idle
-from headrace.errors import DataError
+from headrace.base.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor

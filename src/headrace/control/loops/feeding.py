@@ -9,20 +9,20 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from headrace.base.errors import RunError
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.scored import Credit, ScoredGroup, num_untrained, paths
+from headrace.base.types.versions import oldest
+from headrace.base.types.weights import Interrupt
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.saving import Saver, Saving
 from headrace.control.seen import BatchStats, look_at
 from headrace.control.state import RunState
-from headrace.errors import RunError
 from headrace.flow import TakenBatch
 from headrace.flow.policies import STALE
 from headrace.learner.base import Publication
-from headrace.types.batch import Batch
-from headrace.types.episode import EpisodeStatus
-from headrace.types.messages.controller import StepReport
-from headrace.types.scored import Credit, ScoredGroup, num_untrained, paths
-from headrace.types.versions import oldest
-from headrace.types.weights import Interrupt
 
 UNTAUGHT = "untaught"
 """Why a token carries no loss that a teacher had nothing to say of, where others were taught."""

@@ -7,6 +7,8 @@ from collections import Counter
 
 import msgspec
 
+from headrace.base.errors import NothingToLearn
+from headrace.base.types.scored import Learned, ScoredGroup
 from headrace.control.board import LoopContract
 from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import Feeder, Ordered
@@ -15,8 +17,6 @@ from headrace.control.recording import StepDone, step_record
 from headrace.control.saving import Saver
 from headrace.control.state import RunState
 from headrace.control.tuning import Tuning
-from headrace.errors import NothingToLearn
-from headrace.types.scored import Learned, ScoredGroup
 
 
 class LearningLoop:

@@ -8,17 +8,17 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from headrace.base.errors import DataError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.control.board import LoopContract
 from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.control.together import Together
-from headrace.errors import DataError
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, EpisodeGraph]]
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]

@@ -7,6 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from headrace.base.errors import EnvError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
+from headrace.base.types.messages.scorer import TrainerState
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.control.board import LoopContract
 from headrace.control.drought import ZeroSignalCounter
 from headrace.control.evaluation import completion_ids, completion_text
@@ -18,15 +23,10 @@ from headrace.control.state import RunState, trainer_state
 from headrace.control.teaching import Teaching
 from headrace.control.together import Together
 from headrace.control.turns import REWARD_NONE, TurnScores, settle
-from headrace.errors import EnvError
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
 from headrace.rollout.runner import remedy_of
-from headrace.scoring import Graded, ScoringContext
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn, TurnPart
-from headrace.types.messages.scorer import TrainerState
-from headrace.types.task import Task
-from headrace.types.tokens import IntColumn
+from headrace.rollout.scoring import Graded, ScoringContext
 
 
 class ScoringLoop:

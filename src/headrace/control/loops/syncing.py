@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+from headrace.base.errors import DeadlineError, NeedsFull, WeightsError
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.control.board import LoopContract
 from headrace.control.state import RunState
-from headrace.errors import DeadlineError, NeedsFull, WeightsError
 from headrace.flow.signal import Signal
 from headrace.learner.base import Publication
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 NUM_SLOTS = 2
 MAX_SENT = 4

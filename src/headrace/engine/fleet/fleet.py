@@ -20,19 +20,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
 from headrace.engine.fleet.journey import MAX_FRUITLESS, RoutedRequest
 from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes
 from headrace.engine.fleet.router import Router, SeatState
 from headrace.engine.fleet.totals import combined, total
-from headrace.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
-from headrace.types.messages.controller import EngineStats
-from headrace.types.sampling import Sampling
-from headrace.types.taught import TopScores
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 A = TypeVar("A")
 
@@ -83,7 +83,7 @@ class Fleet:
 
     def leave(self, name: str) -> int:
         """It is gone; how many sequences it had. They go on elsewhere when its streams end with
-        :class:`~headrace.errors.ComponentDied`."""
+        :class:`~headrace.base.errors.ComponentDied`."""
         member = self._members.get(name)
         if member is not None:
             self._drop(member)
@@ -285,7 +285,7 @@ class Fleet:
     async def stage(self, update: WeightUpdate) -> float:
         """Every engine that lacks it brings it; where none is there, it waits for one.
 
-        :class:`~headrace.errors.NeedsFull` where one needs it sent again; those that have it keep it.
+        :class:`~headrace.base.errors.NeedsFull` where one needs it sent again; those that have it keep it.
         """
         self._expect(update)
         start_s = self._clock.now()

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from headrace.base.errors import ComponentDied, SequenceFailed
+from headrace.base.types.messages.engine import ForkRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.base import RequestOptions, TokenChunk
 from headrace.engine.fleet.router import RouteRequest, prefix_keys
-from headrace.errors import ComponentDied, SequenceFailed
-from headrace.types.messages.engine import ForkRequest
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import IntColumn
-from headrace.types.versions import NOT_SAMPLED
 
 MAX_FRUITLESS = 5
 """Engines that may die one after the other with a request, without a token of it between them: it may be the cause."""
@@ -84,7 +84,7 @@ class RoutedRequest:
         return replace(chunk, request_id=self.number, prompt_routing=routing)
 
     def strand(self, death: ComponentDied) -> None:
-        """Its engine is gone. Raises :class:`~headrace.errors.SequenceFailed` where no other can go on with it."""
+        """Its engine is gone. Raises :class:`~headrace.base.errors.SequenceFailed` where no other can go on with it."""
         self._moved = True
         self._fruitless += 1
         if self.options.fork is not None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.base.errors import DeadlineError, RequestError
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.messages.engine import ForkRequest
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.base import Engine
-from headrace.errors import DeadlineError, RequestError
-from headrace.types.messages.controller import EngineStats
-from headrace.types.messages.engine import ForkRequest
-from headrace.types.versions import NOT_SAMPLED
 
 TICK_S = 1.0
 """How often the engines are looked at."""
@@ -68,7 +68,7 @@ class StickyRoutes:
 
     def of(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
         """The one engine that can serve a fork, and the fork in its words. Raises
-        :class:`~headrace.errors.RequestError` where that cannot."""
+        :class:`~headrace.base.errors.RequestError` where that cannot."""
         member, parent = self._homes.get(fork.parent, (None, -1))
         if member is None:
             where = "has not been heard of for long"

@@ -23,8 +23,8 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from headrace.types.columns import IntColumn
-from headrace.types.versions import NOT_SAMPLED
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.versions import NOT_SAMPLED
 
 K = TypeVar("K")
 V = TypeVar("V")

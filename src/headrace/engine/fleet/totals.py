@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from headrace.types.messages.controller import EngineStats
-from headrace.types.weights import Interrupt, SwapReport
+from headrace.base.types.messages.controller import EngineStats
+from headrace.base.types.weights import Interrupt, SwapReport
 
 GAUGES = frozenset({
     *("running", "waiting", "cache_blocks", "cache_blocks_used"),

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
+from headrace.base.types.columns import IntColumn
 from headrace.models.paged.base import BLOCK
-from headrace.types.columns import IntColumn
 
 _WIDTH = BLOCK * 4
 """Bytes of a block's token ids as 32-bit integers."""

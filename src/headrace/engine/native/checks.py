@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.errors import ConfigError
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.recorded import KeptSets
+from headrace.base.types.sampling import Sampling
 from headrace.engine.config import LEAST_TEMPERATURE
-from headrace.errors import ConfigError
 from headrace.models.rope import ContextLimit
-from headrace.types.columns import IntColumn
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.recorded import KeptSets
-from headrace.types.sampling import Sampling
 
 MAX_STOP_STRINGS = 64
 """Most stop strings of one request."""
@@ -58,7 +58,8 @@ def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_siz
 
 
 def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` for a context beyond the longest that the model can be used with."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a context beyond the longest that the model can be used
+    with."""
     if limit is None:
         raise ConfigError(
             "the model's config.json does not say max_position_embeddings, the longest context", remedy="add it there"

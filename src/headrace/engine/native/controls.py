@@ -20,6 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.recorded import KeptSets
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.sampler import (
     Draw,
     LogSoftmax,
@@ -31,9 +34,6 @@ from headrace.engine.native.sampler import (
     seed_key,
     uniforms,
 )
-from headrace.types.columns import IntColumn
-from headrace.types.recorded import KeptSets
-from headrace.types.sampling import Sampling
 
 Index = npt.NDArray[np.int64]
 _FEWEST_COLUMNS = 64

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.errors import ModelError, RequestError, SequenceFailed
+from headrace.base.types.columns import FloatColumn
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.messages.engine import GenerateRequest, ScoreTokens
+from headrace.base.types.taught import TopScores
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.checks import refuse_long
@@ -42,7 +50,6 @@ from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
-from headrace.errors import ModelError, RequestError, SequenceFailed
 from headrace.models.attention import forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
@@ -54,13 +61,6 @@ from headrace.models.paged.base import Geometry, PagedPlan
 from headrace.models.rope import context_limit
 from headrace.models.shapes import cache_shapes
 from headrace.models.weights import weight_tensors
-from headrace.types.columns import FloatColumn
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk, EngineStats
-from headrace.types.messages.engine import GenerateRequest, ScoreTokens
-from headrace.types.taught import TopScores
-from headrace.types.versions import NOT_SAMPLED
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 Decode = Callable[[list[int]], str]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from headrace.errors import WeightsError
-from headrace.types.versions import INITIAL
-from headrace.types.weights import WeightUpdate
+from headrace.base.errors import WeightsError
+from headrace.base.types.versions import INITIAL
+from headrace.base.types.weights import WeightUpdate
 
 
 class LoadedWeights:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.base.errors import EngineFull, RequestError, nearest
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import check_ids, request_problem
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Sequence
-from headrace.errors import EngineFull, RequestError, nearest
 from headrace.models.paged.base import BLOCK
-from headrace.types.columns import IntColumn
-from headrace.types.messages.engine import ForkRequest, GenerateRequest, StaleFork
-from headrace.types.versions import NOT_SAMPLED
 
 STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
 
@@ -75,7 +75,7 @@ class Intake:
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
         """The sequence of ``request``; ``version`` computes what joins now. Raises
-        :class:`~headrace.errors.RequestError`; nothing has changed then."""
+        :class:`~headrace.base.errors.RequestError`; nothing has changed then."""
         name = f"request {request.request_id}"
         if version == NOT_SAMPLED:
             raise RequestError(

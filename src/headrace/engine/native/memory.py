@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from headrace.base.errors import ConfigError
 from headrace.engine.config import SHARE, EngineConfig
 from headrace.engine.native.blocks import blocks_for
-from headrace.errors import ConfigError
 from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 
 
@@ -19,7 +19,7 @@ def make_cache(
     """The cache of ``config.cache_tokens``, or of what the sequences could need within ``config.cache_share``
     of the free memory.
 
-    Raises :class:`~headrace.errors.ConfigError` if the memory is not there.
+    Raises :class:`~headrace.base.errors.ConfigError` if the memory is not there.
     """
     block_bytes = BLOCK * dtype.itemsize * sum(shape.numbers for shape in shapes)
     free_bytes = _free_bytes(device)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import Rows, gather
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.errors import RequestError
-from headrace.types.episode import StopReason
-from headrace.types.messages.controller import Chunk
 
 
 class ChunkBuilder:

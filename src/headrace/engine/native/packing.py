@@ -10,13 +10,13 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from headrace.buffers import zeros
+from headrace.base.buffers import zeros
+from headrace.base.errors import WeightsError
+from headrace.base.types.weights import WeightUpdate
 from headrace.engine.native.swaps import WeightReceiver
-from headrace.errors import WeightsError
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import Packed, products_of
 from headrace.models.weights import weight_tensors
-from headrace.types.weights import WeightUpdate
 
 SHARE = 0.25
 """Of the free memory: the most that two versions in panels may take. Without them engines compute the same, slower."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from headrace.base.types.recorded import Experts, Routing
 from headrace.models.paged.base import BLOCK, Geometry
 from headrace.models.routing import RoutingRecorder, find_routing
-from headrace.types.recorded import Experts, Routing
 
 
 class RoutingStore:
@@ -36,7 +36,7 @@ class RoutingStore:
     def open(self) -> str:
         """Make sure that routing can be recorded; why it cannot, in words, or nothing.
 
-        Raises :class:`~headrace.errors.ModelError` for a mixture of experts that is not known.
+        Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts that is not known.
         """
         if self._recorder is not None:
             return ""

@@ -16,12 +16,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.recorded import KeptSets
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.sequence import NO_ROW, FinishedSequence, Kept, Sequence
-from headrace.types.columns import FloatColumn, IntColumn
-from headrace.types.messages.controller import Chunk
-from headrace.types.recorded import KeptSets
-from headrace.types.sampling import Sampling
 
 Index = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

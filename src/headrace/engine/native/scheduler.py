@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import BlockPool, Chain, blocks_for
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.siblings import Siblings
 from headrace.engine.native.waiting import Waiting
 from headrace.models.paged.base import BLOCK
-from headrace.types.columns import IntColumn
-from headrace.types.versions import NOT_SAMPLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headrace.base.errors import ModelError, RequestError
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.taught import TopScores
 from headrace.engine.native.blocks import blocks_for
 from headrace.engine.native.checks import score_problem
 from headrace.engine.native.sampler import LogSoftmax
-from headrace.errors import ModelError, RequestError
 from headrace.models.attention import forward
 from headrace.models.paged.base import BLOCK, AttentionMaker, Geometry, PagedCache, PagedPlan
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingReplay, find_routing
-from headrace.types.messages.engine import ScoreTokens
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.taught import TopScores
 
 _LOGITS = 2**24
 """Numbers that the logits of one piece may have, about."""
@@ -46,7 +46,7 @@ class PrefillScorer:
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """How many blocks :meth:`score` needs. Raises :class:`~headrace.errors.RequestError` for what it cannot
+        """How many blocks :meth:`score` needs. Raises :class:`~headrace.base.errors.RequestError` for what it cannot
         score."""
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.attention import NAME, PackedPlan, Rule, attend_masked, forward
 from headrace.models.gap import largest_gap
 from headrace.models.mixtures import is_mixture
@@ -36,7 +36,7 @@ _CLOSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 def refuse_unequal(
     model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker, max_context: int
 ) -> None:
-    """Raise :class:`~headrace.errors.ModelError` unless passes over a paged cache give what transformers gives."""
+    """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache give what transformers gives."""
     counts = np.array(_COUNTS, np.int64)
     lengths_R = np.minimum(counts.sum(0), max_context)
     sequences = [

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import Chain
-from headrace.types.columns import FloatColumn, IntColumn
-from headrace.types.messages.engine import GenerateRequest
-from headrace.types.versions import NOT_SAMPLED
 
 NO_ROW = -1
 Kept = tuple[IntColumn, int, int]

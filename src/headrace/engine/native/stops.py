@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types.columns import IntColumn
-from headrace.types.sampling import Sampling
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.sampling import Sampling
 
 _INCOMPLETE = "\ufffd"
 _LONGEST = 24

@@ -15,14 +15,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.errors import WeightsError
+from headrace.base.types.versions import NOT_SAMPLED, mixed
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine.native.blocks import BlockPool
 from headrace.engine.native.rows import Rows
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.sequence import NO_ROW, Sequence
-from headrace.errors import WeightsError
-from headrace.types.versions import NOT_SAMPLED, mixed
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 _PATIENT = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 """Modes that wait until nothing runs."""
@@ -32,7 +32,7 @@ class WeightReceiver(Protocol):
     """Where new weights come from: the receiving side of a transport."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Verify ``update``, in any thread; raises :class:`~headrace.errors.WeightsError`."""
+        """Verify ``update``, in any thread; raises :class:`~headrace.base.errors.WeightsError`."""
         ...
 
     def staged(self) -> Mapping[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.flow.filters.base import (
     KEEP,
     FilterContext,

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from headrace.config import Section
-from headrace.types.episode import EpisodeGraph, EpisodeStatus, role_of
-from headrace.types.scored import ScoredGroup
+from headrace.base.config import Section
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, role_of
+from headrace.base.types.scored import ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

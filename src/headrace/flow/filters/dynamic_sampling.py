@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, rewards_of
-from headrace.types.scored import ScoredGroup
 
 
 class DynamicSampling(FilterSection):

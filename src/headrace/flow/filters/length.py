@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 import pydantic
 from pydantic import Field
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph, StopReason
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
-from headrace.types.episode import EpisodeGraph, StopReason
-from headrace.types.scored import ScoredGroup
 
 
 class LengthFilter(FilterSection):

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
-from headrace.types.scored import ScoredGroup
 
 REDUNDANT = "redundant"
 """Why an episode is left out that was not among the first of its group."""

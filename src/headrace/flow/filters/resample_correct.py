@@ -9,11 +9,11 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict
 from headrace.flow.filters.length import was_cut
-from headrace.types.episode import EpisodeGraph
-from headrace.types.scored import ScoredGroup
 
 _DRAWS = 0x526F43
 """Keeps its draws apart from others under the same seed."""

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdict, compared
-from headrace.types.scored import ScoredGroup
 
 
 class ZeroVariance(FilterSection):

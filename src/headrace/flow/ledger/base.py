@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
-from headrace.types.group import GroupState
-from headrace.types.scored import Learned
-from headrace.types.tokens import versions_of
+from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TurnPart
+from headrace.base.types.group import GroupState
+from headrace.base.types.scored import Learned
+from headrace.base.types.tokens import versions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class Ledger(Protocol):
     """Where the operations are kept."""
 
     def apply(self, *operations: Operation) -> None:
-        """Record them in this order. :class:`~headrace.errors.LedgerError` if one cannot be kept: those given
+        """Record them in this order. :class:`~headrace.base.errors.LedgerError` if one cannot be kept: those given
         before it in the same call may be kept or not, those after it are not."""
         ...
 

@@ -6,9 +6,9 @@ import json
 import sqlite3
 from typing import TypeVar
 
+from headrace.base.types.episode import EpisodeStatus
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger.base import Conservation, Fates, GroupAttempt, Lengths
-from headrace.types.episode import EpisodeStatus
-from headrace.types.group import GroupState
 
 K = TypeVar("K", str, int)
 

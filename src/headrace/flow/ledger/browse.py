@@ -17,14 +17,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.scored import Learned
 from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.migrate import schema_version, steps
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.flow.ledger.turns import decode_learned, decode_turns
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
-from headrace.types.scored import Learned
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,13 +36,13 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     """Of the dataset."""
     state: str
-    """Where its group stands: a :class:`~headrace.types.group.GroupState`."""
+    """Where its group stands: a :class:`~headrace.base.types.group.GroupState`."""
     reason: str
     """Why its group was dropped; empty where it was not."""
     step: int | None
     """The step that took its group; ``None`` where none did."""
     status: str
-    """An :class:`~headrace.types.episode.EpisodeStatus`."""
+    """An :class:`~headrace.base.types.episode.EpisodeStatus`."""
     cause: str
     reward: float | None
     """``None`` where it has none."""
@@ -115,7 +115,7 @@ _BOUNDS = {
 class Browser:
     """The ledger at ``path``, for looking. Safe to use from several threads, one query at a time.
 
-    Raises :class:`~headrace.errors.LedgerError` if it is not there, not a ledger, or of another format.
+    Raises :class:`~headrace.base.errors.LedgerError` if it is not there, not a ledger, or of another format.
     """
 
     def __init__(self, path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.types.episode import Branch, EpisodeGraph, StopReason, Turn
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.taught import Taught
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.versions import FROZEN, NOT_SAMPLED, oldest
+from headrace.base.types.episode import Branch, EpisodeGraph, StopReason, Turn
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
 """Of one bundle, unless a single episode has more: who reads one episode reads its bundle."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
 
 _HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 _MAGIC = 0x377F0682
@@ -27,7 +27,8 @@ _FRAMES_AT_ONCE = 256
 
 
 def refuse_damaged_log(database: Path) -> None:
-    """Raise :class:`~headrace.errors.LedgerError` where transactions that were committed stand behind a damaged frame.
+    """Raise :class:`~headrace.base.errors.LedgerError` where transactions that were committed stand behind a damaged
+    frame.
 
     Nobody may have the database open. A log that was last written before this machine started may have been cut by a
     loss of power: SQLite takes what it can of it.

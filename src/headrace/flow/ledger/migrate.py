@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Callable
 from importlib.resources import files
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
 
 
 def steps() -> list[str]:
@@ -31,7 +31,7 @@ def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -
 
     ``finish`` is called within the last of them, with how many the database had taken before.
 
-    :class:`~headrace.errors.LedgerError` for a database that a newer program wrote.
+    :class:`~headrace.base.errors.LedgerError` for a database that a newer program wrote.
     """
     scripts, version = steps(), schema_version(db)
     if version > len(scripts):

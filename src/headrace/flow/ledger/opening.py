@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger.base import Ledger
 from headrace.flow.ledger.log import refuse_damaged_log
@@ -60,7 +60,8 @@ def has_ledger(run_dir: Path) -> bool:
 
 
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """The ledger of the run in ``run_dir``: the one it has, or a new one. :class:`~headrace.errors.LedgerError` if it
+    """The ledger of the run in ``run_dir``: the one it has, or a new one. :class:`~headrace.base.errors.LedgerError` if
+    it
     is another kind of ledger than the one the run has begun, or cannot be used."""
     for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):
         if (run_dir / file).exists() and kind != config.ledger:
@@ -74,7 +75,7 @@ def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 def open_ledger(run_dir: Path) -> Ledger:
     """The ledger that the run in ``run_dir`` has kept, for reading, every row of which is what was written.
 
-    Raises :class:`~headrace.errors.LedgerError` where there is none, or it is damaged.
+    Raises :class:`~headrace.base.errors.LedgerError` where there is none, or it is damaged.
     """
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from headrace.clock import RealClock
-from headrace.config.redis import password_in, redis_package, without_password
-from headrace.errors import ConfigError, LedgerError
+from headrace.base.clock import RealClock
+from headrace.base.config.redis import password_in, redis_package, without_password
+from headrace.base.errors import ConfigError, LedgerError
+from headrace.base.types.episode import EpisodeGraph
 from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled
 from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
 from headrace.flow.ledger.wire import RollBack, encode_operation, replay
-from headrace.types.episode import EpisodeGraph
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class RedisLedger:
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """An existing ledger, for reading. :class:`~headrace.errors.LedgerError` if there is none."""
+        """An existing ledger, for reading. :class:`~headrace.base.errors.LedgerError` if there is none."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:

@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TurnPart
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, Recalled, RecalledGroup
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.migrate import migrate
@@ -20,8 +22,6 @@ from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, se
 from headrace.flow.ledger.turns import decode_turns, join_parts
 from headrace.flow.ledger.upkeep import LogCopier
 from headrace.flow.ledger.writing import Writing
-from headrace.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TurnPart
-from headrace.types.group import GroupState
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class SqliteLedger:
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
-        """An existing ledger, for reading or resuming. :class:`~headrace.errors.LedgerError` if there is none."""
+        """An existing ledger, for reading or resuming. :class:`~headrace.base.errors.LedgerError` if there is none."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:

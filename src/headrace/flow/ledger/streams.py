@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from headrace.clock import Clock
+from headrace.base.clock import Clock
+from headrace.base.types.episode import EpisodeKey, TurnPart
+from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.base import Stream
 from headrace.flow.ledger.writer import LedgerWriter
-from headrace.types.episode import EpisodeKey, TurnPart
-from headrace.types.tokens import Tokens
 
 
 @dataclass(slots=True, kw_only=True)

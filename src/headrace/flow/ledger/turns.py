@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from headrace.base.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.scored import Learned
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.flow.ledger.bundles import decode_entry
-from headrace.types.episode import Branch, EpisodeKey, StopReason, Turn, TurnPart
-from headrace.types.messages.codec import MessageCodec
-from headrace.types.recorded import KeptSets, Routing
-from headrace.types.scored import Learned
-from headrace.types.taught import Taught
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True):

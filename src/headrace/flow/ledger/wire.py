@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from headrace.errors import LedgerError
+from headrace.base.errors import LedgerError
+from headrace.base.types.messages.codec import MessageCodec
 from headrace.flow.ledger.base import (
     CommitVersion,
     DropEpisodes,
@@ -17,7 +18,6 @@ from headrace.flow.ledger.base import (
     Submit,
 )
 from headrace.flow.ledger.sqlite import SqliteLedger
-from headrace.types.messages.codec import MessageCodec
 
 
 class RollBack(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,8 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
 
 
 def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
-    """Do what an operation says. ``msgspec.MsgspecError`` where it says nothing, :class:`~headrace.errors.LedgerError`
+    """Do what an operation says. ``msgspec.MsgspecError`` where it says nothing,
+    :class:`~headrace.base.errors.LedgerError`
     where it cannot be; ``index`` is as before then."""
     operation = decode_operation(kind, data)
     try:

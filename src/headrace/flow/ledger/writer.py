@@ -33,7 +33,7 @@ class LedgerWriter(Protocol):
     async def flush(self, *, durable: bool = False) -> None:
         """Wait until everything given is recorded, and, if ``durable``, until it would outlast a loss of power.
 
-        Raises :class:`~headrace.errors.LedgerError` if it could not be.
+        Raises :class:`~headrace.base.errors.LedgerError` if it could not be.
         """
         ...
 

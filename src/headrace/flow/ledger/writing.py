@@ -8,6 +8,8 @@ import sqlite3
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.group import GroupState
 from headrace.flow.ledger.base import (
     CommitVersion,
     DropEpisodes,
@@ -22,8 +24,6 @@ from headrace.flow.ledger.base import (
 from headrace.flow.ledger.bundles import bundled, encode_bundle
 from headrace.flow.ledger.rows import insert, next_id, seal_rows
 from headrace.flow.ledger.turns import encode_learned, encode_part
-from headrace.types.episode import EpisodeKey
-from headrace.types.group import GroupState
 
 
 class Writing:

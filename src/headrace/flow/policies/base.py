@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from headrace.config import Section
+from headrace.base.config import Section
 from headrace.flow.state import FlowState
 
 STALE = "stale"
@@ -50,7 +50,7 @@ class StalenessPolicy(Section):
         return False
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """:class:`~headrace.errors.ConfigError` where its own settings do not fit these."""
+        """:class:`~headrace.base.errors.ConfigError` where its own settings do not fit these."""
 
     def admit(self, state: FlowState) -> int:
         """How many groups may start now."""

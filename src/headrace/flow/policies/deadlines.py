@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+from headrace.base.types.group import GroupState
 from headrace.flow.state import FlowState
-from headrace.types.group import GroupState
 
 
 def due(state: FlowState) -> Counter[int]:

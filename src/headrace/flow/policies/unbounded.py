@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import ClassVar, Literal
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
 from headrace.flow.policies.deadlines import earliest, earliest_in_time, in_order, room_for_new
 from headrace.flow.state import FlowState

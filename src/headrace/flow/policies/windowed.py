@@ -15,12 +15,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
+from headrace.base.types.group import GroupState
 from headrace.flow.policies.base import Selection, StalenessPolicy
 from headrace.flow.policies.bounded import paced_admission
 from headrace.flow.policies.deadlines import earliest_in_time, in_order, last_step, rest_in_time
 from headrace.flow.state import FlowState
-from headrace.types.group import GroupState
 
 
 class Windowed(StalenessPolicy):

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from headrace.base.errors import ComponentDied
+from headrace.base.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
+from headrace.base.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Stage
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.trace import Span
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.engine.chunks import generate_request, score_request, token_chunk
-from headrace.errors import ComponentDied
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
-from headrace.types.messages.controller import Chunk, Chunks, Committed, EngineStats, Paused, ScoresAre, Staged
-from headrace.types.messages.engine import Abort, Commit, Generate, GenerateRequest, Pause, Resume, Stage
-from headrace.types.sampling import Sampling
-from headrace.types.taught import TopScores
-from headrace.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.types.trace import Span
-from headrace.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 class EngineClient(Peer):

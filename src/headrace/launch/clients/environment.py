@@ -26,9 +26,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.clock import being_cancelled
-from headrace.env import AttemptOutcome, OpenEpisode
-from headrace.errors import EnvError, EpisodeError
+from headrace.base.clock import being_cancelled
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.base.types.messages.controller import EpisodeDone
+from headrace.base.types.messages.environment import Cancel, RunEpisode
+from headrace.base.types.task import Task
 from headrace.launch.clients.peer import Peer
 from headrace.launch.clients.scorer import ScoringProcess
 from headrace.launch.clients.shift import (
@@ -42,12 +44,10 @@ from headrace.launch.clients.shift import (
     WorkerSlot,
 )
 from headrace.launch.clients.trials import TRIALS, SuspectTrial, divide
-from headrace.types.messages.controller import EpisodeDone
-from headrace.types.messages.environment import Cancel, RunEpisode
-from headrace.types.task import Task
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 
 if TYPE_CHECKING:
-    from headrace.rollout.endpoint import Endpoint
+    from headrace.wings.agents import Endpoint
 
 GRACE_S = 2.0
 """How long an episode that nobody waits for any more may take to end."""
@@ -97,7 +97,8 @@ class Attempt:
 
 
 class EnvPool:
-    """The :class:`~headrace.env.Environment` contract over worker processes; with ``listening`` each episode can also
+    """The :class:`~headrace.rollout.environments.Environment` contract over worker processes; with ``listening`` each
+    episode can also
     be reached over HTTP, by the programs that it starts."""
 
     asks_prompt = False
@@ -142,7 +143,7 @@ class EnvPool:
 
     async def lodge(self, crew: WorkerGroup) -> None:
         """Keep the workers of another machine, until it leaves or is lost: then this returns when the last of them has
-        ended. Raises what keeps them from being of use, a :class:`~headrace.errors.HeadraceError`."""
+        ended. Raises what keeps them from being of use, a :class:`~headrace.base.errors.HeadraceError`."""
         try:
             async with asyncio.TaskGroup() as crew.helpers:
                 keeping = self._settle(crew)
@@ -201,7 +202,7 @@ class EnvPool:
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         """One attempt, in a worker; where it is lost without being to blame, begun again.
 
-        Raises :class:`~headrace.errors.EpisodeError` by the reason for which the episode failed.
+        Raises :class:`~headrace.base.errors.EpisodeError` by the reason for which the episode failed.
         """
         order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
         attempt = Attempt(order=order, episode=episode)

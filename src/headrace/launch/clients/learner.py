@@ -6,12 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.clock import RealClock
-from headrace.launch.channel import ControllerChannel
-from headrace.launch.clients.peer import Peer
-from headrace.learner.base import Publication
-from headrace.types.batch import Batch
-from headrace.types.messages.controller import (
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import (
     LogprobsAre,
     Published,
     Saved,
@@ -20,10 +17,13 @@ from headrace.types.messages.controller import (
     Trained,
     Working,
 )
-from headrace.types.messages.learner import Logprobs, Publish, Resend, Save, Train
-from headrace.types.tokens import FloatColumn
-from headrace.types.trace import Span
-from headrace.types.weights import WeightUpdate
+from headrace.base.types.messages.learner import Logprobs, Publish, Resend, Save, Train
+from headrace.base.types.tokens import FloatColumn
+from headrace.base.types.trace import Span
+from headrace.base.types.weights import WeightUpdate
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients.peer import Peer
+from headrace.learner.base import Publication
 
 COMPUTE_DEADLINE_S = 24 * 3600.0
 """Longest wait for one answer of a learner that works. One that stands still, or dies, ends the wait much sooner: see

@@ -7,11 +7,11 @@ import hmac
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from headrace import errors
-from headrace.errors import DeadlineError, HeadraceError, RunError
+from headrace.base import errors
+from headrace.base.errors import DeadlineError, HeadraceError, RunError
+from headrace.base.types.messages.controller import Answer, Failure, Ready, Timed
+from headrace.base.types.trace import Span, earlier
 from headrace.launch.channel import ControllerChannel
-from headrace.types.messages.controller import Answer, Failure, Ready, Timed
-from headrace.types.trace import Span, earlier
 
 A = TypeVar("A")
 
@@ -67,7 +67,8 @@ class Peer:
         return bool(self._expected)
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
-        """Wait for an answer; :class:`~headrace.errors.DeadlineError` names the part and what it was asked. A part that
+        """Wait for an answer; :class:`~headrace.base.errors.DeadlineError` names the part and what it was asked. A part
+        that
         is stopped has another ``deadline_s``, for as long as the stall watchdog allows."""
         try:
             while not (await asyncio.wait([future], timeout=deadline_s))[0]:
@@ -83,7 +84,7 @@ class Peer:
 
     async def arrives(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until it is ready, or ``dying`` says that it never will be; whether it is. Raises
-        :class:`~headrace.errors.DeadlineError`, with a ``hint`` at what may keep it, after ``deadline_s``."""
+        :class:`~headrace.base.errors.DeadlineError`, with a ``hint`` at what may keep it, after ``deadline_s``."""
         first: set[asyncio.Future[Any]] = {dying, self.ready}
         done, _ = await asyncio.wait(first, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.clock import being_cancelled
-from headrace.errors import EnvError
+from headrace.base.clock import being_cancelled
+from headrace.base.errors import EnvError
+from headrace.base.types.messages.controller import Scored, Started
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.task import Task
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.scoring import NO_CONTEXT, Scores, ScoringContext
-from headrace.types.messages.controller import Scored, Started
-from headrace.types.messages.scorer import ScoreCompletions
-from headrace.types.task import Task
+from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
 
 SUSPECTS = 16
 """Calls whose worker has died that are made again at the same time."""

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.types.trace import Span
 from headrace.launch.clients.scorer import ScorerPool, ScorerPoolConfig, ScoringProcess
-from headrace.scoring import AnyReward
-from headrace.scoring.rubric import Rubric, RubricPart
-from headrace.types.trace import Span
+from headrace.rollout.scoring import AnyReward
+from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
 
 class ScoringStage:

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from headrace.env import OpenEpisode
-from headrace.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.types.messages.controller import Alive, ModelQuery
+from headrace.base.types.messages.environment import AnswerRefused, Replied
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.scorer import ScoringProcess
 from headrace.launch.clients.trials import SuspectTrial
-from headrace.types.messages.controller import Alive, ModelQuery
-from headrace.types.messages.environment import AnswerRefused, Replied
+from headrace.rollout.environments import OpenEpisode
 
 MAX_ASKS = 1024
 """Questions of one episode that may be open."""

@@ -15,12 +15,27 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.environ import run_token
+from headrace.base.errors import ComponentDied, ConfigError, HeadraceError, ModelError, RequestError
+from headrace.base.heap import settled_heap
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Chunk, Chunks, Committed, Failure, Paused, Ready, ScoresAre, Staged
+from headrace.base.types.messages.engine import (
+    Abort,
+    Commit,
+    Generate,
+    GenerateRequest,
+    Message,
+    Pause,
+    Resume,
+    ScoreTokens,
+    Stage,
+)
+from headrace.base.types.trace import Span
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.native import NativeEngine
-from headrace.environ import run_token
-from headrace.errors import ComponentDied, ConfigError, HeadraceError, ModelError, RequestError
-from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import DeliveryRecorder, Names, ReplayGate
@@ -34,30 +49,6 @@ from headrace.models.weights import weight_tensors
 from headrace.rollout.runner import episode_seed
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.types.episode import EpisodeKey
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import (
-    Chunk,
-    Chunks,
-    Committed,
-    Failure,
-    Paused,
-    Ready,
-    ScoresAre,
-    Staged,
-)
-from headrace.types.messages.engine import (
-    Abort,
-    Commit,
-    Generate,
-    GenerateRequest,
-    Message,
-    Pause,
-    Resume,
-    ScoreTokens,
-    Stage,
-)
-from headrace.types.trace import Span
 
 IDLE_S = 0.5
 """How long an idle engine waits for orders at a time."""

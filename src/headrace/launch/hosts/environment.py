@@ -18,21 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.bridges import load_bridge
-from headrace.clock import Clock, RealClock, being_cancelled
-from headrace.config.user_code import where
-from headrace.env.base import AS_THE_RUN
-from headrace.env.entry import Rollout, load_entry
-from headrace.env.policy import Episode, EpisodePolicy
-from headrace.environ import forget_token, run_token
-from headrace.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.clock import Clock, RealClock, being_cancelled
+from headrace.base.config.user_code import where
+from headrace.base.environ import forget_token, run_token
+from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
+from headrace.base.types.messages import environment as orders
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery, Ready
+from headrace.base.types.tokens import IntColumn
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import EnvironmentStart
-from headrace.types.chat import ChatOptions, Message, Reply, Tool
-from headrace.types.messages import environment as orders
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import Alive, EpisodeDone, ModelQuery, Ready
-from headrace.types.tokens import IntColumn
+from headrace.rollout.environments.base import AS_THE_RUN
+from headrace.rollout.environments.entry import Rollout, load_entry
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.wings.bridges import load_bridge
 
 WAIT_S = 60.0
 """How long to wait for orders at a time."""
@@ -155,7 +155,7 @@ class _RequestDispatcher:
 
 
 class _Remote:
-    """The :class:`~headrace.env.base.OpenEpisode` of an episode, as far as user code uses it."""
+    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of an episode, as far as user code uses it."""
 
     def __init__(self, desk: _RequestDispatcher, order: orders.RunEpisode) -> None:
         self.seed = order.seed

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.environ import become_part, no_cuda_calls
-from headrace.heap import growing_heap
+from headrace.base.environ import become_part, no_cuda_calls
+from headrace.base.heap import growing_heap
 from headrace.launch.forking import MAX_BYTES, MODULE, ForkExit, ForkOrder, ForkReply, Report, Unforked
 from headrace.launch.hosts import main as part
 from headrace.models.devices import has_gpu_driver

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.clock import Clock
-from headrace.errors import ReplayDiffers
-from headrace.launch.interleaving import EngineInput, Handled
-from headrace.types.messages.controller import Chunk
-from headrace.types.messages.engine import (
+from headrace.base.clock import Clock
+from headrace.base.errors import ReplayDiffers
+from headrace.base.types.messages.controller import Chunk
+from headrace.base.types.messages.engine import (
     Abort,
     Commit,
     Generate,
@@ -30,6 +29,7 @@ from headrace.types.messages.engine import (
     Resume,
     ScoreTokens,
 )
+from headrace.launch.interleaving import EngineInput, Handled
 
 _TOLD: dict[type, EngineInput] = {
     Generate: EngineInput.GENERATE,
@@ -164,7 +164,7 @@ class ReplayGate:
     def release(self, messages: list[Message], steps: int) -> list[Message]:
         """Those of ``messages``, and of the ones that came before, that the engine is told after ``steps`` steps.
 
-        Raises :class:`~headrace.errors.ReplayDiffers` when one that it needs does not come.
+        Raises :class:`~headrace.base.errors.ReplayDiffers` when one that it needs does not come.
         """
         if self.open:
             return messages

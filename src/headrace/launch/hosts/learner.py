@@ -23,10 +23,23 @@ from transformers import PreTrainedModel
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.clock import RealClock
-from headrace.environ import run_token
-from headrace.errors import ComponentDied, HeadraceError, RankLost, WeightsError
-from headrace.heap import settled_heap
+from headrace.base.clock import RealClock
+from headrace.base.environ import run_token
+from headrace.base.errors import ComponentDied, HeadraceError, RankLost, WeightsError
+from headrace.base.heap import settled_heap
+from headrace.base.types.messages.codec import MessageCodec, Shutdown
+from headrace.base.types.messages.controller import (
+    Failure,
+    LogprobsAre,
+    Published,
+    Ready,
+    Saved,
+    SnapshotTaken,
+    Trained,
+    Working,
+)
+from headrace.base.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Train
+from headrace.base.types.trace import Span
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import LOST
 from headrace.launch.hosts.facts import machine_facts
@@ -45,19 +58,6 @@ from headrace.sync.config import Route
 from headrace.sync.manifest import plan
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
-from headrace.types.messages.codec import MessageCodec, Shutdown
-from headrace.types.messages.controller import (
-    Failure,
-    LogprobsAre,
-    Published,
-    Ready,
-    Saved,
-    SnapshotTaken,
-    Trained,
-    Working,
-)
-from headrace.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Train
-from headrace.types.trace import Span
 
 WAIT_S = 60.0
 """How long to wait for orders at a time."""

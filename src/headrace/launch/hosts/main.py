@@ -17,14 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from headrace.environ import read_token
-from headrace.errors import HeadraceError
-from headrace.heap import growing_heap
+from headrace.base.environ import read_token
+from headrace.base.errors import HeadraceError
+from headrace.base.heap import growing_heap
+from headrace.base.types.messages import engine, environment, learner, scorer
+from headrace.base.types.messages.controller import Failure
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import SPOKE
 from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start, read_briefing
-from headrace.types.messages import engine, environment, learner, scorer
-from headrace.types.messages.controller import Failure
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
 
-from headrace.environ import forget_token, run_token
+from headrace.base.environ import forget_token, run_token
+from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.controller import Ready, Scored, Started
+from headrace.base.types.messages.scorer import Message, ScoreCompletions
 from headrace.launch.channel import PartChannel
 from headrace.launch.starts import ScorerStart
-from headrace.scoring import AnyReward, RewardConfig, RewardFunction
-from headrace.types.messages.codec import Shutdown
-from headrace.types.messages.controller import Ready, Scored, Started
-from headrace.types.messages.scorer import Message, ScoreCompletions
+from headrace.rollout.scoring import AnyReward, RewardConfig, RewardFunction
 
 _SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
 WAIT_S = 60.0

@@ -7,14 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.environ import run_token, shared_memory_root
+from headrace.base.heap import settled_heap
+from headrace.base.types.messages.controller import Ready
+from headrace.base.types.versions import INITIAL
 from headrace.engine import EngineConfig
-from headrace.engine.served.forms import ServedForm
-from headrace.engine.served.handover import Handover
-from headrace.engine.served.launching import ServeRequirements
-from headrace.engine.served.make import served
-from headrace.environ import run_token, shared_memory_root
-from headrace.heap import settled_heap
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.engine import EngineHost, HostTerms
 from headrace.launch.hosts.facts import machine_facts
@@ -23,8 +21,10 @@ from headrace.launch.starts import EngineStart
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.transports import make_receiver
-from headrace.types.messages.controller import Ready
-from headrace.types.versions import INITIAL
+from headrace.wings.servers.client.forms import ServedForm
+from headrace.wings.servers.client.handover import Handover
+from headrace.wings.servers.client.launching import ServeRequirements
+from headrace.wings.servers.client.make import served
 
 
 def run_served(start: EngineStart, config: EngineConfig, channel: PartChannel) -> None:

@@ -1,7 +1,7 @@
 """What runs in an environment worker while an environment is checked: the user's code, watched from inside.
 
 It is a rollout itself, so that whatever the user's code does is told as in a run; what only this process can see goes
-to the check as a question of the agent :data:`~headrace.env.scripted.REPORT`.
+to the check as a question of the agent :data:`~headrace.rollout.environments.scripted.REPORT`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Self
 
 import msgspec
 
-from headrace.bridges import load_bridge
-from headrace.clock import RealClock
-from headrace.config.user_code import where
-from headrace.env.entry import Rollout, load_entry
-from headrace.env.interface import Env
-from headrace.env.policy import Episode, EpisodePolicy
-from headrace.env.scripted import REPORT
-from headrace.errors import EpisodeError, HeadraceError
-from headrace.scoring.reward import RewardFunction, load_reward
-from headrace.types.messages.scorer import ScoreCompletions
+from headrace.base.clock import RealClock
+from headrace.base.config.user_code import where
+from headrace.base.errors import EpisodeError, HeadraceError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.environments.entry import Rollout, load_entry
+from headrace.rollout.environments.interface import Env
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.environments.scripted import REPORT
+from headrace.rollout.scoring.reward import RewardFunction, load_reward
+from headrace.wings.bridges import load_bridge
 
 UNUSABLE = "unusable"
 """Reason of an attempt whose file, or what it names there, cannot be used."""

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.config.filling import fields_of
+from headrace.base.config import Section
+from headrace.base.config.filling import fields_of
 
 
 class KeptSection(Section):

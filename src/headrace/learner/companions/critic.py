@@ -36,7 +36,8 @@ from headrace.algo.advantages.outcomes import Floats
 from headrace.algo.advantages.tokens import CriticEstimate
 from headrace.algo.base import Metrics, Ratio
 from headrace.algo.returns import value_loss
-from headrace.errors import ConfigError, ModelError, RunError
+from headrace.base.errors import ConfigError, ModelError, RunError
+from headrace.base.types.batch import Batch
 from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
@@ -47,7 +48,6 @@ from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import called, load_model
 from headrace.models.weights import weight_tensors
-from headrace.types.batch import Batch
 
 NAME = "critic"
 HEAD = "value_head"
@@ -75,7 +75,8 @@ class Critic(AuxiliaryModel):
     name: ClassVar[str] = NAME
 
     def __init__(self, parts: LearnerParts, advantage: GaeAdvantage) -> None:
-        """Raises :class:`~headrace.errors.ConfigError` and :class:`~headrace.errors.ModelError` where there can be none
+        """Raises :class:`~headrace.base.errors.ConfigError` and :class:`~headrace.base.errors.ModelError` where there
+        can be none
         beside that policy."""
         assert parts.ranks.config.world == 1  # refused at load
         self._config = parts.config.critic
@@ -93,7 +94,7 @@ class Critic(AuxiliaryModel):
         self._lessons: list[_Lesson] = []
 
     def prepare(self, work: StepWork) -> StepWork:
-        """See :class:`Critic`. Raises :class:`~headrace.errors.RunError` if its gradient is not finite."""
+        """See :class:`Critic`. Raises :class:`~headrace.base.errors.RunError` if its gradient is not finite."""
         batch, mask_N = work.batch, work.batch.mask_N
         values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
         for micro in self._forward.cut(batch, mask_N):
@@ -125,7 +126,7 @@ class Critic(AuxiliaryModel):
         self._optimizer.make_room()
 
     def after_update(self, version: int) -> None:
-        """Its own update, and further ones over the same batches. Raises :class:`~headrace.errors.RunError` if a
+        """Its own update, and further ones over the same batches. Raises :class:`~headrace.base.errors.RunError` if a
         gradient of the further ones is not finite."""
         self._step(version)
         for _ in range(self._config.updates - 1):
@@ -227,8 +228,8 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
     """The trunk of the model in ``path``, where ``policy`` lies and in its number format, and a head of one output,
     which is 0; or as the critic that the directory holds.
 
-    Raises :class:`~headrace.errors.ModelError`, and :class:`~headrace.errors.ConfigError` for fewer tokens than the
-    policy's.
+    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` for fewer tokens
+    than the policy's.
     """
     dtype: Any = str(policy.dtype).removeprefix("torch.")
     with called("learner.critic.path"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.algo.base import Column
 from headrace.algo.config import AlgoConfig
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.learner.config import COLUMNS, LearnerConfig
 
 
@@ -14,7 +14,8 @@ def columns_of(algo: AlgoConfig) -> frozenset[Column]:
 
 
 def refuse_misfit(algo: AlgoConfig, learner: LearnerConfig) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` for a column that nobody computes, and for a policy that nobody asks.
+    """Raise :class:`~headrace.base.errors.ConfigError` for a column that nobody computes, and for a policy that nobody
+    asks.
 
     A reference is never asked in vain: without a penalty it is measured.
     """

@@ -27,7 +27,10 @@ import torch
 from torch import Tensor
 
 from headrace.algo.base import Ratio
-from headrace.errors import CheckpointError, ConfigError
+from headrace.base.errors import CheckpointError, ConfigError
+from headrace.base.types.batch import Batch
+from headrace.base.types.taught import Taught
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED
 from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.companions.config import Frozen, KeptConfig, OtherModel, PolicyConfig, TeacherConfig
 from headrace.learner.companions.kept import Copy, KeptWeights, OneCopy, keep
@@ -39,9 +42,6 @@ from headrace.learner.parallel.load import load_for
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import called, refuse_other_vocabulary
-from headrace.types.batch import Batch
-from headrace.types.taught import Taught
-from headrace.types.versions import FROZEN, NOT_SAMPLED
 
 
 class Source(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.algo.objective import Objective
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.companions.critic import Critic
 from headrace.learner.companions.policies import OldPolicy, Reference, TeacherModel
@@ -30,7 +30,7 @@ def companions(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
 
 
 def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
-    """Raise :class:`~headrace.errors.ConfigError` if the objective reads what neither the learner nor one of its
+    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads what neither the learner nor one of its
     companions computes."""
     held = COLUMNS.union(*(companion.columns for companion in found))
     names = {companion.name for companion in found}

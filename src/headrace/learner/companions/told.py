@@ -16,11 +16,11 @@ import torch
 
 from headrace.algo.base import Ratio
 from headrace.algo.objective import Objective
-from headrace.errors import RunError
+from headrace.base.errors import RunError
+from headrace.base.types.versions import FROZEN
 from headrace.learner.companions.base import AuxiliaryModel, LearnerParts
 from headrace.learner.forward import TopK
 from headrace.learner.work import StepWork
-from headrace.types.versions import FROZEN
 
 
 class ExternalTeacher(AuxiliaryModel):
@@ -38,7 +38,7 @@ class ExternalTeacher(AuxiliaryModel):
         return False
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Raises :class:`~headrace.errors.RunError` for tokens of the mask that no teacher was asked about."""
+        """Raises :class:`~headrace.base.errors.RunError` for tokens of the mask that no teacher was asked about."""
         taught = work.batch.taught
         lacking = work.mask_N if taught is None else work.mask_N & ~taught.known_T
         if taught is None or lacking.any() or (self._reads_top and not taught.ids_TK.shape[1]):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from headrace.config import Section
-from headrace.errors import ConfigError
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
 from headrace.models.config import ModelConfig
 
 Ways = Annotated[int, Field(ge=1)]
@@ -67,7 +67,7 @@ class ParallelConfig(Section):
         return self.replicate * self.data * self.context
 
     def refuse_world(self, launched: int) -> None:
-        """Raise :class:`~headrace.errors.ConfigError` unless exactly ``launched`` ranks are asked for."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless exactly ``launched`` ranks are asked for."""
         if launched == self.world:
             return
         rest = self.replicate * self.context * self.tensor
@@ -81,7 +81,7 @@ class ParallelConfig(Section):
         )
 
     def refuse_settings(self, model: ModelConfig) -> None:
-        """Raise :class:`~headrace.errors.ConfigError` for what only a learner in one process can do."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for what only a learner in one process can do."""
         for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
             if chosen and self.world > 1:
                 raise ConfigError(
@@ -90,7 +90,8 @@ class ParallelConfig(Section):
                 )
 
     def refuse_model(self, path: str, model: Any) -> None:
-        """Raise :class:`~headrace.errors.ConfigError` for a ``model`` configuration that cannot be cut like this."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a ``model`` configuration that cannot be cut like
+        this."""
         needs = (
             ("tensor", self.tensor, ("num_attention_heads",)),
             ("tensor", self.tensor, ("num_key_value_heads",)),

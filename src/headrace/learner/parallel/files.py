@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.errors import CheckpointError, ModelError
+from headrace.base.errors import CheckpointError, ModelError
 from headrace.learner import snapshot
 from headrace.learner.checksums import checksums_of, seal
 from headrace.learner.companions.base import AuxiliaryModel
@@ -67,7 +67,8 @@ class Snapshot:
     def save(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
 
-        Raises :class:`~headrace.errors.CheckpointError` on every rank if one of them cannot; the directory is removed.
+        Raises :class:`~headrace.base.errors.CheckpointError` on every rank if one of them cannot; the directory is
+        removed.
         """
         beside = self._beside()
         if self._optimizer.plain and self._optimizer.adamw is not None and not isinstance(self._ranks, Ranks):
@@ -101,7 +102,7 @@ class Snapshot:
     def restore_weights(self, directory: Path) -> None:
         """Copy the weights that were saved into the model, in place.
 
-        Raises :class:`~headrace.errors.CheckpointError` if they are of another model.
+        Raises :class:`~headrace.base.errors.CheckpointError` if they are of another model.
         """
         if isinstance(self._ranks, Ranks):
             self._restore_parts(directory, self._ranks)
@@ -131,7 +132,7 @@ class Snapshot:
     def restore_optimizer(self, directory: Path) -> int:
         """Moments, float32 copies and random state as they were saved, cut for these ranks; the step.
 
-        Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged or of another model.
+        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or of another model.
         """
         if is_adapted(self._model):
             assert self._optimizer.adamw is not None  # refused at load
@@ -151,7 +152,7 @@ class Snapshot:
     def restore_companions(self, directory: Path) -> None:
         """What they kept, as it was saved.
 
-        Raises :class:`~headrace.errors.CheckpointError` for a file that is missing, damaged, or of other settings.
+        Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged, or of other settings.
         """
         for companion in self._companions:
             if not companion.keeps:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headrace.errors import ConfigError, ModelError
+from headrace.base.errors import ConfigError, ModelError
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.halves import reshard
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
@@ -29,8 +29,8 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
     """What :func:`headrace.models.load.load_model` gives, with the same refusals, cut over ``ranks`` as they are
     configured. All ranks must call it together; each reads its own part of the files.
 
-    Raises :class:`~headrace.errors.ModelError`, and :class:`~headrace.errors.ConfigError` where the model cannot be cut
-    like this.
+    Raises :class:`~headrace.base.errors.ModelError`, and :class:`~headrace.base.errors.ConfigError` where the model
+    cannot be cut like this.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -91,7 +91,7 @@ def distributed(config: ParallelConfig, model: PreTrainedConfig, dtype: torch.dt
 
 
 def refuse_libraries() -> None:
-    """Raise :class:`~headrace.errors.ConfigError` where the installed libraries cannot cut a model."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the installed libraries cannot cut a model."""
     import transformers
     from transformers.distributed import DistributedConfig
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from headrace.environ import RankPlace
-from headrace.errors import ComponentDied, HeadraceError, RankLost
+from headrace.base.environ import RankPlace
+from headrace.base.errors import ComponentDied, HeadraceError, RankLost
 from headrace.learner.parallel.config import ParallelConfig
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -125,7 +125,7 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Around what the ranks compute together. Where this rank fails by itself it cannot go on: the others wait for
-        its part. Raises :class:`~headrace.errors.ComponentDied`, with its rank."""
+        its part. Raises :class:`~headrace.base.errors.ComponentDied`, with its rank."""
         try:
             with named_loss(self.rank):
                 yield
@@ -151,7 +151,7 @@ def joined(
     """Meet the other ranks at ``rendezvous``, if there are any; let go of them at the end.
 
     ``rendezvous`` is torch's ``init_method``: ``env://`` under torchrun or Ray, ``file://`` on one machine. Raises
-    :class:`~headrace.errors.ConfigError` if there are more or fewer ranks than the configuration asks for.
+    :class:`~headrace.base.errors.ConfigError` if there are more or fewer ranks than the configuration asks for.
     """
     config.refuse_world(place.world)
     if config.world == 1:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
-from headrace.errors import ConfigError
+from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer
 from headrace.learner.parallel.config import MemoryConfig

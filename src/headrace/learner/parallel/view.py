@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.base.types.tokens import IntColumn
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.context import ContextPlan, Pieces, gather_shared
 from headrace.learner.parallel.mesh import Alone, AnyRanks
 from headrace.models.attention import PLAN, PackedPlan, Plan
-from headrace.types.tokens import IntColumn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.environ import cache_root
+from headrace.base.environ import cache_root
 
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order; the first that is installed compiles."""

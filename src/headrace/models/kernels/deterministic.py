@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.attention import PLAN, PackedPlan, Rule, forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.fuse import FuseReport, fuse
@@ -214,8 +214,8 @@ class _Mixture:
 def make_deterministic(model: nn.Module) -> FuseReport:
     """Let a float32 model on a CPU compute its forward by invariant kernels, with gradients.
 
-    Call it with an :class:`InvariantPlan`. Raises :class:`~headrace.errors.ModelError` where packed and decoded tokens
-    do not come out the same, such as in architectures with operations that no kernel covers.
+    Call it with an :class:`InvariantPlan`. Raises :class:`~headrace.base.errors.ModelError` where packed and decoded
+    tokens do not come out the same, such as in architectures with operations that no kernel covers.
     """
     loaded = kernels()
     if isinstance(loaded, Unavailable):

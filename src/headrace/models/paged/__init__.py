@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from headrace.errors import ConfigError, nearest
+from headrace.base.errors import ConfigError, nearest
 from headrace.models.paged.base import AttentionMaker
 
 Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
@@ -43,7 +43,7 @@ IMPLEMENTATIONS: dict[str, Offer] = {"compiled": _compiled, "triton": _triton, "
 def choose(dtype: torch.dtype, device: torch.device, prefer: str | None = None) -> tuple[str, AttentionMaker]:
     """The name and the maker of the best implementation for caches of ``dtype`` on ``device``, or of ``prefer``.
 
-    Raises :class:`~headrace.errors.ConfigError` if the one that is preferred does not exist or cannot run here.
+    Raises :class:`~headrace.base.errors.ConfigError` if the one that is preferred does not exist or cannot run here.
 
     >>> choose(torch.float64, torch.device("cpu"))[0]
     'reference'

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace.buffers import zeros
+from headrace.base.buffers import zeros
 from headrace.models.attention import Rule
 
 BLOCK = 16

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from headrace.types.recorded import Experts
+from headrace.base.types.recorded import Experts
 
 Gates = Callable[[Any, Tensor, Tensor], Tensor]
 """``gates(router, logits_NE, experts_NK)``: the weights ``[N, K]`` that the router gives to selected experts."""

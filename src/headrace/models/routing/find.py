@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
 from headrace.models.mixtures import NAMES
 from headrace.models.routing.base import MixtureLayer, RoutedModel
 from headrace.models.routing.families import FAMILIES
@@ -19,7 +19,7 @@ _MIXTURE = re.compile(r"(Experts|Router|Gating|MoE|MoeBlock|MoEBlock)$")
 def find_routing(model: nn.Module) -> RoutedModel | None:
     """Where ``model`` routes; ``None`` for a dense one.
 
-    Raises :class:`~headrace.errors.ModelError` for a mixture of experts of a family that is not known here.
+    Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts of a family that is not known here.
     """
     parts = {name: _kind(module) for name, module in model.named_modules()}
     routers = [name for name, kind in parts.items() if kind in FAMILIES]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
+from headrace.base.types.recorded import Experts
 from headrace.models.routing.base import RoutedModel
-from headrace.types.recorded import Experts
 
 
 class RoutingRecorder:
@@ -34,7 +34,7 @@ class RoutingRecorder:
         """Experts ``[N, L, K]`` of the pass since the last call, in the order of their rank, on the model's device, as
         uint8 or uint16. Starts no transfer: it may be part of a captured graph.
 
-        Raises :class:`~headrace.errors.ModelError` unless every router ran while the recorder was on.
+        Raises :class:`~headrace.base.errors.ModelError` unless every router ran while the recorder was on.
         """
         chosen = [experts_NK for experts_NK in self._chosen if experts_NK is not None]
         missing = [index for index, experts_NK in enumerate(self._chosen) if experts_NK is None]

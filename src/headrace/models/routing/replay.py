@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import ModelError
+from headrace.base.errors import ModelError
+from headrace.base.types.recorded import Routing
 from headrace.models.routing.base import MixtureLayer, RoutedModel
-from headrace.types.recorded import Routing
 
 SEEN = "headrace_seen"
 """The keyword under which a replay travels through ``model(**kwargs)``."""
@@ -96,7 +96,7 @@ class RoutingReplay:
 
         With ``forced=False`` the routers choose live, and only how their choice differs is counted.
 
-        Raises :class:`~headrace.errors.ModelError` for routing that this model cannot have chosen (see
+        Raises :class:`~headrace.base.errors.ModelError` for routing that this model cannot have chosen (see
         :meth:`RoutedModel.problem`), for a pass of other tokens, and if no pass came or it did not reach every router.
         """
         problem = routing.problem(len(routing)) or self._routed.problem(routing.experts_RLK)

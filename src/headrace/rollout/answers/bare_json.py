@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from headrace.engine.server.text import overlap
+from headrace.engine.text import overlap
 from headrace.rollout.answers.base import ParsedAnswer, read_call
 
 _TAG, _FENCE = "<|python_tag|>", "```"

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.engine.server.text import overlap
+from headrace.engine.text import overlap
 
 THINK, THOUGHT = "<think>", "</think>"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.engine.server.text import overlap
+from headrace.engine.text import overlap
 from headrace.rollout.answers.base import ParsedAnswer, read_call
 
 BEGIN, END = "<tool_call>", "</tool_call>"

@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace.errors import ConfigError, nearest
+from headrace.base.errors import ConfigError, nearest
 from headrace.sync.base import Codec
 from headrace.sync.codecs.cast import Cast
 from headrace.sync.codecs.float8 import Float8
@@ -19,7 +19,7 @@ CODECS = {
 
 
 def codec_of(name: str) -> Codec:
-    """Raises :class:`~headrace.errors.ConfigError` for an unknown one."""
+    """Raises :class:`~headrace.base.errors.ConfigError` for an unknown one."""
     if name not in CODECS:
         raise ConfigError(f"sync.codec={name!r} is no codec", remedy=nearest(name, CODECS))
     return CODECS[name]

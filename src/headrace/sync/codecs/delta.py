@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.errors import ConfigError, NeedsFull
-from headrace.types.weights import Manifest
+from headrace.base.errors import ConfigError, NeedsFull
+from headrace.base.types.weights import Manifest
 
 _HEAD = struct.Struct("<II")
 _BLOCK = 4 << 20
@@ -48,7 +48,7 @@ def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | 
 def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Manifest) -> None:
     """The image that :func:`encode` was given, into ``into``.
 
-    Raises :class:`~headrace.errors.NeedsFull` for a payload that cannot be what :func:`encode` made; ``into`` is
+    Raises :class:`~headrace.base.errors.NeedsFull` for a payload that cannot be what :func:`encode` made; ``into`` is
     undefined then.
     """
     decompressor = _zstandard().ZstdDecompressor()

@@ -19,16 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from headrace.clock import RealClock
+from headrace.base.clock import RealClock
+from headrace.base.errors import RequestError
 from headrace.engine import EngineConfig
 from headrace.engine.local import LocalEngine
 from headrace.engine.native import NativeEngine
-from headrace.engine.served.launching import ServeRequirements
-from headrace.errors import RequestError
 from headrace.models import ModelConfig, load_model
 from headrace.models.rope import context_limit
 from headrace.testing.servers import sglang, vllm
 from headrace.testing.servers.base import FakeServer, Files, Handler
+from headrace.wings.servers.client.launching import ServeRequirements
 
 __all__ = ["FakeServer", "fake_server"]
 

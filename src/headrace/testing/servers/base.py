@@ -17,17 +17,17 @@ from starlette.responses import StreamingResponse
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headrace.base.errors import RequestError
+from headrace.base.types.episode import StopReason
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.weights import Interrupt, WeightUpdate
 from headrace.engine.base import RequestOptions, TokenChunk
 from headrace.engine.local import LocalEngine
 from headrace.engine.native.checks import sampling_problem
-from headrace.engine.vllm.inside.headrace_carried import Carried
-from headrace.errors import RequestError
 from headrace.models.lora import load_adapter
 from headrace.models.weights import DEFAULT, is_adapted
-from headrace.types.episode import StopReason
-from headrace.types.sampling import Sampling
-from headrace.types.tokens import Tokens
-from headrace.types.weights import Interrupt, WeightUpdate
+from headrace.wings.servers.vllm.inside.headrace_carried import Carried
 
 REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "abort"}
 """Why an answer ended, in the words of both kinds."""

@@ -12,6 +12,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace.base.types.recorded import Routing
 from headrace.engine.base import TokenChunk
 from headrace.testing.servers.base import (
     REASONS,
@@ -25,7 +26,6 @@ from headrace.testing.servers.base import (
     stream,
     wake,
 )
-from headrace.types.recorded import Routing
 
 VERSION = "0.5.23"
 

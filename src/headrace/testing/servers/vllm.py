@@ -13,8 +13,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from headrace.base.errors import RequestError
+from headrace.base.types.recorded import Routing
 from headrace.engine.base import TokenChunk
-from headrace.errors import RequestError
 from headrace.testing.servers.base import (
     REASONS,
     FakeServer,
@@ -27,7 +28,6 @@ from headrace.testing.servers.base import (
     stream,
     wake,
 )
-from headrace.types.recorded import Routing
 
 VERSION = "0.32.0"
 

@@ -1,0 +1,1 @@
+"""Pure data types, errors, configuration, time, environment variables: what every other room stands on."""

@@ -1,0 +1,113 @@
+"""Python files of the user: losses, rewards."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import sys
+import traceback
+import zlib
+from functools import cache
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from headrace.base.errors import ConfigError
+
+
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now: compiled files of before are told apart by whole seconds only."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
+        return code
+
+
+def load_file(path: Path) -> ModuleType:
+    """The module that the file ``path`` makes. It runs once, and again when it has changed since.
+
+    What stands beside the file can be imported by it: its folder joins ``sys.path``. The module is in ``sys.modules``,
+    as dataclasses and pickles ask. Raises :class:`ConfigError` with file and line for what goes wrong.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ConfigError(f"there is no file {path}: {error.strerror}", remedy="give the path of a .py file") from None
+    return _load(path.resolve(), (state.st_mtime_ns, state.st_size))
+
+
+@cache
+def _load(path: Path, state: tuple[int, int]) -> ModuleType:
+    """``state`` tells one content of the file from the next."""
+    name = f"headrace_user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    loader = _Source(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the boundary of user code: its failure is told in words
+        del sys.modules[name]
+        raise ConfigError(f"{path} cannot be imported: {where(error, str(path))}", remedy="mend it") from None
+    return module
+
+
+def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
+    """``file.py:name`` apart; the file is read and checked, its code is not run. Raises :class:`ConfigError`, which
+    names ``setting``."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(
+            f"{setting}={reference!r} does not name a function or class of a file",
+            remedy=f"write {setting} = 'my_file.py:my_name'",
+        )
+    path = Path(file)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} does not exist", remedy="give the path of the file"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} cannot be read: {error}", remedy="make it readable"
+        ) from None
+    except SyntaxError as error:
+        raise ConfigError(f"{setting}: {file}:{error.lineno}: {error.msg}", remedy="mend that line") from None
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {file} is not Python: {error}", remedy="name a .py file") from None
+    names = top_level_names(tree)
+    if name not in names:
+        raise ConfigError(
+            f"{setting}={reference!r}: {file} defines no {name!r}",
+            remedy=f"name one of: {', '.join(sorted(names)) or 'nothing is defined there'}",
+        )
+    return path, name
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    """What a file defines or imports at its top level."""
+    names: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Assign():
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            case ast.ImportFrom() | ast.Import():
+                names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def where(error: BaseException, source: str | None) -> str:
+    """``Kind: words at file.py:12``: the deepest line of the file ``source``, if any is in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
+    place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place, error = f" at {Path(error.filename).name}:{error.lineno}", SyntaxError(error.msg)
+    words = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {words}{place}" if words else f"{type(error).__name__}{place}"

@@ -1,0 +1,96 @@
+"""Names under which modules were imported before the house was arranged in two storeys: they go on working.
+
+    import headrace.errors          is headrace.base.errors
+    from headrace.session import train
+
+A former name stands for the very module that has moved, so that a class is the same under both names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+
+FORMER = {
+    "errors": "base.errors",
+    "clock": "base.clock",
+    "environ": "base.environ",
+    "heap": "base.heap",
+    "buffers": "base.buffers",
+    "types": "base.types",
+    "config": "base.config",
+    "groups": "sync.groups",
+    "checkpoint": "learner.checkpoint",
+    "env": "rollout.environments",
+    "scoring": "rollout.scoring",
+    "bridges": "wings.bridges",
+    "rollout.endpoint": "wings.agents",
+    "engine.server.text": "engine.text",
+    "engine.server": "wings.serve",
+    "engine.served": "wings.servers.client",
+    "engine.vllm": "wings.servers.vllm",
+    "engine.sglang": "wings.servers.sglang",
+    "launch.ray": "wings.cluster.ray",
+    "launch.joining": "wings.cluster.joining",
+    "launch.far": "wings.cluster.far",
+    "plan": "wings.plan",
+    "view": "wings.view",
+    "bench": "wings.bench",
+    "compare": "wings.compare",
+    "recipes": "wings.recipes",
+    "observe": "run.observe",
+    "session": "run.session",
+    "cli": "run.cli",
+}
+"""The former name of a module or package, and its name now, both without ``headrace``."""
+
+
+def current(name: str) -> str | None:
+    """The name that the module ``name`` has now; ``None`` where it has not moved.
+
+    >>> current("headrace.types.tokens"), current("headrace.flow.flow")
+    ('headrace.base.types.tokens', None)
+    """
+    top, _, rest = name.partition(".")
+    parts = rest.split(".")
+    for size in range(len(parts), 0, -1):
+        moved = FORMER.get(".".join(parts[:size]))
+        if top == "headrace" and moved is not None:
+            return ".".join([top, moved, *parts[size:]])
+    return None
+
+
+class FormerNames(MetaPathFinder, Loader):
+    """A finder and loader that gives a former name the module that has moved."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The specification for a former name; ``None`` leaves a name to the other finders."""
+        return None if current(name) is None else spec_from_loader(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module under its name of today."""
+        now = current(spec.name)
+        assert now is not None, spec.name
+        module = import_module(now)
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it was: it has run already, and its specification is that of its name of today."""
+        assert module.__spec__ is not None
+        module.__spec__ = self._specs.pop(module.__spec__.name)
+
+
+def install() -> None:
+    """Let former names be imported; a second call changes nothing."""
+    if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
+        # before the finder of files, which would load a submodule of a former package a second time
+        sys.meta_path.insert(0, FormerNames())

@@ -1,0 +1,46 @@
+"""What a client is told when it gets no answer, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from headrace.base.errors import HeadraceError
+
+RETRY_AFTER_S = 1
+"""When to come back to a server that is full."""
+
+_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refusal(HeadraceError):
+    """A request that is answered by an error. ``param`` names the field, ``code`` the kind of mistake."""
+
+    def __init__(
+        self, problem: str, *, remedy: str, status: int = 400, param: str | None = None, code: str = "invalid_value"
+    ) -> None:
+        super().__init__(problem, remedy=remedy)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = f"{self.problem}; {self.remedy}"
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, body: Mapping[str, Any] | None = None) -> Response:
+        """The error as an answer, in another shape if ``body`` is given. Who may not call is told nothing more."""
+        if self.status == 401:
+            return Response(status_code=401, headers={"www-authenticate": "Bearer"})
+        headers = {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        return JSONResponse(self.body() if body is None else body, status_code=self.status, headers=headers)
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A value from outside, for an error: printable, and not long."""
+    text = ascii(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,0 +1,167 @@
+"""Groups whose every episode has ended, and the train samples they make.
+
+Shape legend: T tokens of one path, E trained episodes of a step, L their tokens that carry loss, N tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.taught import Taught
+from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The episodes that share a baseline."""
+
+    number: int
+    episodes: tuple[EpisodeGraph, ...]
+    """All of them, failed ones included."""
+
+    @property
+    def scored(self) -> list[EpisodeGraph]:
+        """The episodes that are trained: they have a reward, and nothing keeps them out."""
+        return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
+
+    @property
+    def counted(self) -> list[EpisodeGraph]:
+        """The episodes whose rewards make the baseline: those that are trained, and the masked ones."""
+        counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
+        return [episode for episode in self.episodes if episode.status in counted]
+
+    def oldest_version(self) -> int | None:
+        """The oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        versions = self.versions()
+        return None if versions is None else versions[0]
+
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        return versions_of([turn.tokens for episode in self.scored for turn in episode.turns])
+
+
+Credit = float | Sequence[float]
+"""What the tokens of an episode are credited with: all the same, or each turn with its own."""
+
+
+def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
+    """One train sample per root-to-leaf path; a turn that two paths share carries loss in the first only. A path on
+    which nothing is left that carries loss makes no sample, as long as another one does."""
+    return [
+        TrainSample(
+            key=episode.key,
+            tokens=episode.path_tokens(path),
+            mask_T=np.concatenate(masks),
+            advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+            roles=tuple((role_of(episode.turns[index].author), len(episode.turns[index].tokens)) for index in path),
+        )
+        for path, masks in _masked_paths(episode)
+    ]
+
+
+def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """Where the tokens that carry loss lie, in the order in which :func:`paths` lays them out: a turn, and places in
+    it."""
+    return [
+        (turn, np.flatnonzero(mask_T))
+        for path, masks in _masked_paths(episode)
+        for turn, mask_T in zip(path, masks, strict=True)
+        if mask_T.any()
+    ]
+
+
+def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
+    """Every path that makes a sample, with the mask of each of its turns."""
+    trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
+    found = []
+    for leaf in episode.leaves():
+        path = episode.path(leaf)
+        turns = [episode.turns[index].tokens for index in path]
+        masks = [
+            turn.sampled_T if index not in trained else np.zeros(len(turn), bool)
+            for index, turn in zip(path, turns, strict=True)
+        ]
+        trained.update(path)
+        found.append((path, masks))
+    return [(path, masks) for path, masks in found if any(mask_T.any() for mask_T in masks)] or found[:1]
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step made of its tokens: those that carry loss, episode after episode, each as :func:`loss_places` has
+    them."""
+
+    groups_E: IntColumn
+    places_E: IntColumn
+    """Of the episode in its group."""
+    sizes_E: IntColumn
+    """How many of the L tokens are the episode's."""
+    log_pi_L: FloatColumn
+    """log π as the step began; NaN for a token that lost its loss on the way."""
+    taught_L: Taught | None = None
+    """What a teacher beside the learner says of them; ``None`` where none was asked about sampled tokens."""
+
+    @classmethod
+    def of(
+        cls, keys: Sequence[EpisodeKey], batch: Batch, log_pi_N: FloatColumn, taught_N: Taught | None = None
+    ) -> Learned:
+        """``keys``: of the episodes of ``batch``, in its order."""
+        episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
+        return cls(
+            groups_E=np.array([key.group for key in keys], np.int32),
+            places_E=np.array([key.place for key in keys], np.int32),
+            sizes_E=np.bincount(episodes_N[batch.mask_N], minlength=len(keys)).astype(np.int32),
+            log_pi_L=log_pi_N[batch.mask_N],
+            taught_L=None if taught_N is None else taught_N[batch.mask_N],
+        )
+
+    def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
+        """log π − log μ of every token of each turn of ``episode`` that carried loss, by turn; NaN where a token did
+        not."""
+        found: dict[int, FloatColumn] = {}
+        for turn, places, span in self._spans(episode):
+            log_mu_T = episode.turns[turn].tokens.logprobs_T
+            gaps_T = np.full(len(log_mu_T), np.nan, np.float32)
+            gaps_T[places] = self.log_pi_L[span] - log_mu_T[places]
+            found[turn] = gaps_T
+        return found
+
+    def taught(self, episode: EpisodeGraph) -> dict[int, Taught]:
+        """What the teacher beside the learner says of each turn of ``episode`` that carried loss, by turn."""
+        if (said := self.taught_L) is None:
+            return {}
+        return {
+            turn: said[span].spread(places, len(episode.turns[turn].tokens))
+            for turn, places, span in self._spans(episode)
+        }
+
+    def _spans(self, episode: EpisodeGraph) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
+        """The turns of ``episode`` that carried loss, the places in each, and where these lie among the L tokens."""
+        here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
+        if not here.any():
+            return
+        begin = int(self.sizes_E[: int(np.argmax(here))].sum())
+        for turn, places in loss_places(episode):
+            yield turn, places, slice(begin, begin + len(places))
+            begin += len(places)
+
+
+def _by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
+    lengths = [len(episode.turns[index].tokens) for index in path]
+    return np.repeat(np.array([advantages[index] for index in path], np.float32), lengths)
+
+
+def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
+    """Sampled tokens of the scored episodes that carry no loss because their turns do not, by reason."""
+    counts: Counter[str] = Counter()
+    for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
+        if turn.untrained:
+            counts[turn.untrained] += turn.tokens.num_sampled
+    return {reason: count for reason, count in counts.items() if count}

@@ -1,0 +1,24 @@
+"""One row of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.types.tokens import IntColumn
+
+Prompt = str | list[dict[str, Any]]
+"""Plain text, or chat messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A row of the dataset, ready to be attempted."""
+
+    row_index: int
+    """Its place in the dataset, from 0."""
+    row: dict[str, Any]
+    """Every column, the prompt included."""
+    prompt: Prompt
+    prompt_ids_T: IntColumn
+    """The prompt as the model reads it, chat template applied."""

@@ -1,0 +1,179 @@
+"""Token-aligned columns.
+
+Shape legend: T tokens of one span, N of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.taught import Taught
+from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
+
+__all__ = ["FloatColumn", "IntColumn", "Tokens", "versions_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A contiguous span of tokens with everything that was recorded about each; aligned, and checked once, at birth.
+
+    >>> span = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
+    >>> len(span), span.sampled_T.tolist(), span.versions_T.tolist()
+    (3, [False, False, True], [-1, -1, 3])
+    """
+
+    ids_T: IntColumn
+    """Vocabulary ids, exactly as sampled or as given; int32."""
+    logprobs_T: FloatColumn
+    """Log-probability under the distribution that was really sampled from (log μ); 0 where nothing was sampled.
+    A non-finite value is kept as it is: the loss drops and counts that token."""
+    versions_T: IntColumn
+    """The weights that sampled each token; ``NOT_SAMPLED`` where no policy did, ``FROZEN`` where weights did that are
+    not trained, a negative number below ``NOT_SAMPLED`` where they were :func:`~headrace.base.types.versions.mixed`."""
+    kept: KeptSets | None = None
+    """What each token was drawn from; ``None`` where nothing was recorded."""
+    routing: Routing | None = None
+    """The experts that computed each token as input; ``None`` where nothing was recorded."""
+    entropies_T: FloatColumn | None = None
+    """Entropy of the distribution that each was drawn from, in nats: tempered, not truncated. 0 for a token of which
+    none was recorded; ``None`` where that is so for all."""
+    taught: Taught | None = None
+    """What a teacher says of each; ``None`` where none was asked."""
+
+    def __post_init__(self) -> None:
+        columns: tuple[tuple[str, Any], ...] = (
+            ("ids_T", np.int32), ("logprobs_T", np.float32), ("versions_T", np.int32), ("entropies_T", np.float32),
+        )  # fmt: skip
+        for name, dtype in columns:
+            if getattr(self, name) is None:
+                continue
+            column = np.ascontiguousarray(getattr(self, name), dtype=dtype)
+            if column.ndim != 1 or len(column) != len(self.ids_T):
+                raise ValueError(f"{name} has shape {column.shape}, but ids_T has {len(self.ids_T)} tokens")
+            object.__setattr__(self, name, column)
+        problem = (
+            (self.kept and self.kept.problem(self.ids_T))
+            or (self.routing and self.routing.problem(len(self)))
+            or (self.taught and self.taught.problem(len(self)))
+        )
+        if problem:
+            raise ValueError(problem)
+
+    @classmethod
+    def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
+        """Tokens that no policy sampled."""
+        count = len(ids)
+        return cls(
+            ids_T=np.asarray(ids, np.int32),
+            logprobs_T=np.zeros(count, np.float32),
+            versions_T=np.full(count, NOT_SAMPLED, np.int32),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Tokens]) -> Tokens:
+        """The spans one after the other."""
+        if not parts:
+            return cls.observed([])
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            ids_T=np.concatenate([part.ids_T for part in parts]),
+            logprobs_T=np.concatenate([part.logprobs_T for part in parts]),
+            versions_T=np.concatenate([part.versions_T for part in parts]),
+            kept=_concat_kept(parts),
+            routing=_concat_routing(parts),
+            entropies_T=_concat_entropies(parts),
+            taught=_concat_taught(parts),
+        )
+
+    @property
+    def sampled_T(self) -> npt.NDArray[np.bool_]:
+        """Which tokens a policy sampled."""
+        sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
+        return sampled_T
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of them a policy sampled."""
+        return int(np.count_nonzero(self.versions_T != NOT_SAMPLED))
+
+    def __len__(self) -> int:
+        return len(self.ids_T)
+
+    def __getitem__(self, span: slice) -> Tokens:
+        return Tokens(
+            ids_T=self.ids_T[span],
+            logprobs_T=self.logprobs_T[span],
+            versions_T=self.versions_T[span],
+            kept=None if self.kept is None else self.kept[span],
+            routing=None if self.routing is None else self.routing[span],
+            entropies_T=None if self.entropies_T is None else self.entropies_T[span],
+            taught=None if self.taught is None else self.taught[span],
+        )
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens.concat([self, other])
+
+
+def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
+    """The oldest and newest version of the policy that sampled one of their tokens; ``None`` if it sampled none.
+
+    >>> versions_of([Tokens(ids_T=[7, 8], logprobs_T=[-0.5, -0.5], versions_T=[3, 4]), Tokens.observed([5])])
+    (3, 4)
+    """
+    found = [least_and_most for span in spans if (least_and_most := _versions_in(span.versions_T))]
+    return (min(least for least, _ in found), max(most for _, most in found)) if found else None
+
+
+def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
+    """Quick for short spans, whose tokens were all sampled by a policy, or none of them."""
+    if not len(versions_T):
+        return None
+    least, most = int(np.minimum.reduce(versions_T)), int(np.maximum.reduce(versions_T))
+    if least == most == NOT_SAMPLED:
+        return None
+    if least < 0 or most == FROZEN:
+        sampled = oldest(versions_T[(versions_T != NOT_SAMPLED) & (versions_T != FROZEN)])
+        return (int(sampled.min()), int(sampled.max())) if len(sampled) else None
+    return least, most
+
+
+def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
+    if all(part.kept is None for part in parts):
+        return None
+    return KeptSets.concat([KeptSets.none(len(part)) if part.kept is None else part.kept for part in parts])
+
+
+def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
+    if all(part.entropies_T is None for part in parts):
+        return None
+    known = [np.zeros(len(part), np.float32) if part.entropies_T is None else part.entropies_T for part in parts]
+    return np.concatenate(known)
+
+
+def _concat_taught(parts: Sequence[Tokens]) -> Taught | None:
+    if all(part.taught is None for part in parts):
+        return None
+    return Taught.concat([Taught.none(len(part), 0) if part.taught is None else part.taught for part in parts])
+
+
+def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
+    shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
+    if shape is None:
+        return None
+    _, num_layers, top_k = shape.shape
+    return Routing.concat(
+        [
+            part.routing
+            if part.routing is not None
+            else Routing.unknown(len(part), num_layers=num_layers, top_k=top_k, dtype=shape.dtype)
+            for part in parts
+        ]
+    )

@@ -1,0 +1,141 @@
+"""Rows: read from files, checked, visited in order."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import DataError
+
+Row = dict[str, Any]
+
+
+def load_rows(path: Path) -> list[Row]:
+    """The rows of a JSONL, CSV or Parquet file; :class:`DataError` names file and line."""
+    readers: dict[str, Callable[[Path], list[Row]]] = {
+        ".jsonl": _read_jsonl,
+        ".csv": _read_csv,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path}: unknown kind of file", remedy=f"give one of {', '.join(readers)}")
+    try:
+        rows = reader(path)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist", remedy="give the path of a data file") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}", remedy="give a readable file") from None
+    if not rows:
+        raise DataError(f"{path} has no rows", remedy="give a file with at least one row")
+    return rows
+
+
+def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Rows handed over in Python: a list of dicts, or a ``datasets`` object."""
+    rows: list[Row] = []
+    for number, row in enumerate(data, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {number} of the dataset is a {type(row).__name__}, not a dict",
+                remedy='give rows like {"prompt": ...}; of a DatasetDict, give one split',
+            )
+        rows.append(dict(row))
+    if not rows:
+        raise DataError("the dataset has no rows", remedy="give at least one row")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: not JSON: {error}", remedy="mend or delete that line") from None
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}:{number}: a {type(row).__name__}, not an object", remedy='write {"prompt": ...} on each line'
+            )
+        rows.append(row)
+    return rows
+
+
+def _read_csv(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    lines = list(_lines(path))
+    reader = csv.DictReader(lines, strict=True)
+    try:
+        for row in reader:
+            _refuse_ragged(row, reader, path)
+            rows.append(dict(row))
+    except csv.Error as error:  # in the line after the last that the reader has counted
+        number = min(reader.line_num + 1, len(lines))
+        raise DataError(f"{path}:{number}: {error}", remedy="mend that line") from None
+    return rows
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, without its byte order mark."""
+    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: not UTF-8: {error}", remedy="save the file as UTF-8") from None
+
+
+def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
+    if None in row or None in row.values():
+        columns = len(reader.fieldnames or ())
+        raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="mend that line")
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{path}: reading Parquet needs pyarrow", remedy="pip install 'headrace[parquet]'") from None
+    try:
+        rows: list[Row] = parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a Parquet file: {error}", remedy="give a Parquet file") from None
+    return rows
+
+
+class RowOrder:
+    """Which row a group attempts: every row once per epoch, in a new random order each time.
+
+    A pure function of seed and group number, so there is no position to lose. After ``epochs`` passes it says
+    ``None``: there is no row for that group.
+
+    >>> order = RowOrder(num_rows=3, seed=0, shuffle=False, epochs=2)
+    >>> [order(number) for number in range(7)]
+    [0, 1, 2, 0, 1, 2, None]
+    """
+
+    def __init__(self, *, num_rows: int, seed: int, shuffle: bool, epochs: int | None = None) -> None:
+        self._num_rows = num_rows
+        self._epochs = epochs
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._rows = np.arange(num_rows)
+
+    def __call__(self, number: int) -> int | None:
+        epoch, place = divmod(number, self._num_rows)
+        if self._epochs is not None and epoch >= self._epochs:
+            return None
+        if self._shuffle and epoch != self._epoch:
+            self._rows = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
+            self._epoch = epoch
+        return int(self._rows[place])

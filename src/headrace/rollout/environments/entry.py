@@ -1,0 +1,187 @@
+"""What ``env.entry`` names, as one kind of thing: a coroutine that attempts a row and says what that earned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, TypeVar
+
+from headrace.base.config.user_code import find_in_file, load_file
+from headrace.base.errors import BudgetSpent, ConfigError, EnvError, EpisodeError
+from headrace.base.types.chat import Message, Reply
+from headrace.rollout.environments.interface import Env, StepResult, as_messages
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.environments.program import Program
+from headrace.rollout.environments.threads import in_thread
+from headrace.rollout.environments.tools import call_tools, tool_functions
+
+K = TypeVar("K")
+Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]
+"""Attempts a row."""
+
+
+def load_entry(
+    kind: str, reference: str, executor: Executor, adapt: Callable[[Any], Any] = lambda found: found
+) -> Rollout:
+    """Import what ``file.py:name`` names, or find the program of a command; plain functions run in ``executor``.
+    ``adapt`` may put something else in the place of what was imported.
+
+    Raises :class:`~headrace.base.errors.EnvError` for a file that fails, and for a name of another kind.
+    """
+    if kind == "program":
+        return partial(_program, Program(shlex.split(reference)))
+    path, name = find_in_file(reference, "env.entry")
+    try:
+        found = vars(load_file(path))[name]
+    except ConfigError as error:
+        raise EnvError(f"env.entry={reference!r}: {error.problem}", remedy=error.remedy) from None
+    return _KINDS[kind](adapt(found), reference, executor)
+
+
+def _what(found: Any) -> str:
+    if inspect.isfunction(found):
+        taken = ", ".join(inspect.signature(found).parameters)
+        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({taken})"
+    return "another class" if isinstance(found, type) else f"a {type(found).__name__}"
+
+
+def _env(found: Any, reference: str, executor: Executor) -> Rollout:
+    if not (isinstance(found, type) and issubclass(found, Env)):
+        raise EnvError(
+            f"env.entry={reference!r} is {_what(found)}, and env.kind='env' needs a class that inherits headrace.Env",
+            remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
+        )
+    return as_rollout(found, executor)
+
+
+def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
+    """What attempts a row with ``found``: an ``async def rollout(task, policy)``, or what makes an :class:`Env`."""
+    return _checking(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
+
+
+def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
+    if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
+        raise EnvError(
+            f"env.entry={reference!r} is {_what(found)}, and env.kind='rollout' needs an async function of two "
+            "parameters",
+            remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
+        )
+    return as_rollout(found, executor)
+
+
+def _checking(found: Callable[..., Awaitable[Any]]) -> Rollout:
+    async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        returned = await found(task, policy)
+        return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
+
+    return attempt
+
+
+_KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "rollout": _rollout}
+"""By ``env.kind``."""
+
+
+async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+    told = await program.run(task, policy.variables)
+    earned = told.get("agent_rewards") or {}
+    if not isinstance(earned, dict):
+        raise EpisodeError(
+            f"agent_rewards is a {type(earned).__name__}", remedy='print {"agent_rewards": {"first": 1.0}}'
+        )
+    return Episode(reward=as_reward(told.get("reward")), agent_rewards=_as_rewards(earned))
+
+
+async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+    """One episode of an environment: reset, then answers and steps until it is done or may have no more."""
+    call = partial(_call, executor)
+    env = await call(kind)
+    env.seed = policy.seed
+    rewards: dict[int, float] = {}
+    try:
+        said = list(as_messages(await call(env.reset, task)))
+        tools = tool_functions(env.tools)
+        while True:
+            reply = await _next(policy, said, list(env.tools))
+            if reply is None:
+                return Episode(reward=sum(rewards.values()), rewards=rewards)  # cut off: it earns no more
+            said.append(reply.message)
+            if reply.message.tool_calls:
+                said += await call_tools(reply.message, tools, executor)
+                continue
+            result = _checked(await call(env.step, reply.message))
+            reward = as_reward(result.reward)
+            if reward is not None:
+                rewards[reply.turn] = reward
+            if result.done:
+                break
+            said += as_messages(result.messages)
+    finally:
+        await call(env.close)
+    return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards)
+
+
+async def _next(policy: EpisodePolicy, said: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
+    """The next answer; ``None`` where an episode that had one may have no more: it ends with what it has earned."""
+    try:
+        return await policy.chat(said, tools=tools)
+    except BudgetSpent:
+        if not any(message.role == "assistant" for message in said):
+            raise
+        return None
+
+
+def _checked(result: Any) -> StepResult:
+    if not isinstance(result, StepResult):
+        raise EpisodeError(f"step returned a {type(result).__name__}", remedy="return a headrace.StepResult")
+    if not result.done and not result.messages:
+        raise EpisodeError("step returned neither messages nor done=True", remedy="return one of them")
+    return result
+
+
+def _as_episode(returned: Episode) -> Episode:
+    """An episode of the user's, whose fields may hold anything."""
+    wrong: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
+    wrong += [turn for turn in returned.rewards if not isinstance(turn, int)]
+    if wrong:
+        raise EpisodeError(
+            f"the episode names an answer by a {type(wrong[0]).__name__}",
+            remedy="write rewards={reply.turn: 1.0} and trained=[reply]",
+        )
+    return Episode(
+        reward=as_reward(returned.reward),
+        rewards=_as_rewards(returned.rewards),
+        agent_rewards=_as_rewards({str(agent): value for agent, value in returned.agent_rewards.items()}),
+        trained=returned.trained,
+    )
+
+
+def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
+    """Those that are there."""
+    return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
+
+
+async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code where it blocks nobody."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    returned = await in_thread(executor, partial(function, *arguments))
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def as_reward(value: Any) -> float | None:
+    """A reward as a finite number; :class:`~headrace.base.errors.EpisodeError` for anything else."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text")
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EpisodeError(f"the reward is a {type(value).__name__}", remedy="return a number") from None
+    if not math.isfinite(number):
+        raise EpisodeError(f"the reward is {number}", remedy="return a finite number", reason="reward_nan")
+    return number

@@ -1,0 +1,93 @@
+"""From rows to tasks: the prompt as the model reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.base.errors import DataError
+from headrace.base.types.task import Prompt, Task
+from headrace.rollout.environments.data import Row
+
+_ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+class PromptTokenizer(Protocol):
+    """What is needed of a Hugging Face tokenizer."""
+
+    chat_template: str | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Text to ids."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Ids to text."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        """Messages to the text that the model reads."""
+        ...
+
+
+def make_tasks(
+    rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
+) -> list[Task]:
+    """One task per row; :class:`DataError` names the row (``source`` and its number, from 1) and what is wrong. Where
+    prompts are ``optional``, a row without one is a task without one: its environment finds its own words."""
+    return [
+        Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
+        if optional and column not in row
+        else _make_task(index, row, column, tokenizer, where=f"{source}, row {index + 1}")
+        for index, row in enumerate(rows)
+    ]
+
+
+def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, where: str) -> Task:
+    if column not in row:
+        raise DataError(
+            f"{where}: no column {column!r} (it has: {', '.join(map(str, row))})",
+            remedy="name the prompt's column in data.prompt_column",
+        )
+    prompt = _check_prompt(row[column], where)
+    try:
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _encode_chat(prompt, tokenizer, where)
+    except DataError:
+        raise
+    except Exception as error:  # noqa: BLE001 - templates are code of the model directory, and tokenizers refuse in many ways
+        words = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"{where}: tokenizer or chat template refuses the prompt {str(prompt)[:80]!r}: {words}",
+            remedy="mend that prompt, or the chat template of the model directory",
+        ) from None
+    if not ids:
+        raise DataError(f"{where}: the prompt is empty", remedy="give every row a prompt of at least one token")
+    return Task(row_index=index, row=row, prompt=prompt, prompt_ids_T=np.asarray(ids, np.int32))
+
+
+def _check_prompt(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        for message in prompt:
+            if message.get("role") not in _ROLES or "content" not in message:
+                raise DataError(
+                    f"{where}: a message without a known role and content: {str(message)[:80]}",
+                    remedy='write messages as {"role": "user", "content": "..."}',
+                )
+        return prompt
+    raise DataError(f"{where}: the prompt is a {type(prompt).__name__}", remedy="give text, or a list of chat messages")
+
+
+def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, where: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"{where}: chat messages, but the model's tokenizer has no chat template",
+            remedy="use a chat model, add a chat_template.jinja to the model directory, or give plain text prompts",
+        )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,137 @@
+"""Tools from functions: their schemas from types and docstrings, and their calls.
+
+def add(a: int, b: int = 0) -> int:
+    '''Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    '''
+    return a + b
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, get_type_hints
+
+import pydantic
+
+from headrace.base.errors import EnvError
+from headrace.base.types.chat import Message, Tool, ToolCall
+from headrace.rollout.environments.threads import in_thread
+
+_ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
+
+
+class ToolFunction:
+    """A function that the model may call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises :class:`~headrace.base.errors.EnvError` for what is no function with types."""
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
+        described, arguments = _read_docstring(inspect.getdoc(function) or "")
+        name = function.__name__ if inspect.isroutine(function) else type(function).__name__
+        self._arguments = _arguments_model(name, function, arguments)
+        schema = self._arguments.model_json_schema()
+        schema.pop("title", None)
+        for each in schema.get("properties", {}).values():
+            each.pop("title", None)
+        self.tool = Tool(name=name, description=described, parameters=schema)
+        """What the model is told of it."""
+
+    async def __call__(self, call: ToolCall, executor: Executor | None = None) -> Message:
+        """The answer to ``call``: what the function returns, or what was wrong with the call or in the function. A
+        plain function runs in ``executor``."""
+        try:
+            given = self._arguments.model_validate_json(call.arguments or "{}", strict=False)
+        except pydantic.ValidationError as error:
+            return _failed(call, "; ".join(map(_in_words, error.errors(include_url=False, include_input=False))))
+        arguments = {name: given.__dict__[name] for name in type(given).model_fields}
+        try:
+            bound = functools.partial(self._function, **arguments)
+            if self._is_async:
+                returned = await bound()
+            else:
+                returned = await in_thread(executor, bound)
+        except Exception as error:  # noqa: BLE001 - the boundary of a tool: its failure is its answer
+            return _failed(call, f"{type(error).__name__}: {error}")
+        return Message(role="tool", content=_as_text(returned), tool_call_id=call.id, name=call.name)
+
+
+async def call_tools(
+    message: Message, tools: Mapping[str, ToolFunction], executor: Executor | None = None
+) -> list[Message]:  # fmt: skip
+    """The answers to the calls of ``message``, one after the other."""
+    answers: list[Message] = []
+    for call in message.tool_calls:
+        tool = tools.get(call.name)
+        if tool is None:
+            answers.append(_failed(call, f"there is no tool {call.name!r}; there are: {', '.join(tools)}"))
+        else:
+            answers.append(await tool(call, executor))
+    return answers
+
+
+def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction]:
+    """By name; :class:`~headrace.base.errors.EnvError` for two of one name."""
+    made = [ToolFunction(function) for function in functions]
+    found = {tool.tool.name: tool for tool in made}
+    if len(found) < len(made):
+        raise EnvError(f"two tools have one name: {[tool.tool.name for tool in made]}", remedy="rename one of them")
+    return found
+
+
+def _arguments_model(name: str, function: Callable[..., Any], told: Mapping[str, str]) -> type[pydantic.BaseModel]:
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {}
+        for each in inspect.signature(function).parameters.values():
+            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL, each.POSITIONAL_ONLY):
+                raise TypeError(f"its parameter {each.name!r} has no name that a call could give")
+            default = ... if each.default is each.empty else each.default
+            description = told.get(each.name)
+            fields[each.name] = (hints.get(each.name, Any), pydantic.Field(default=default, description=description))
+        return pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
+    except (TypeError, NameError, ValueError, pydantic.PydanticUserError) as error:
+        raise EnvError(
+            f"the tool {name!r} cannot be described: {error}",
+            remedy="write a function whose parameters have names and types, such as def add(a: int, b: int) -> int",
+        ) from None
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What the function does, and what each argument is (the section ``Args:``)."""
+    head, _, rest = re.sub(r"\n\s*(Args|Arguments|Parameters):\s*\n", "\n\0", text, count=1).partition("\0")
+    arguments: dict[str, str] = {}
+    for line in rest.splitlines():
+        if line and not line[0].isspace():
+            break  # the next section
+        if found := _ARGUMENT.match(line):
+            arguments[found[1]] = found[2].strip()
+    described = re.split(r"\n\s*(?:Returns|Raises|Yields|Examples?):\s*\n", head)[0]
+    return " ".join(described.split()), arguments
+
+
+def _as_text(returned: Any) -> str:
+    try:
+        text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = str(returned)
+    return text.encode("utf-8", "replace").decode()
+
+
+def _in_words(problem: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
+
+
+def _failed(call: ToolCall, words: str) -> Message:
+    words = f"error: {words}"[:2000].encode("utf-8", "replace").decode()
+    return Message(role="tool", content=words, tool_call_id=call.id, name=call.name, failed=True)

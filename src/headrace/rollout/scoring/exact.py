@@ -1,0 +1,81 @@
+"""The answer is right when it is the expected one, letter by letter, or as one of some choices."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, Self
+
+import pydantic
+
+from headrace.base.errors import ConfigError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring.base import Grader, RewardSection
+from headrace.rollout.scoring.grading import BlockingGrader, column
+
+
+class ExactReward(RewardSection):
+    """1 where the answer in the completion equals the one in the row, 0 where it does not.
+
+    The answer is what ``pattern`` finds last, or the whole completion; white space at its ends does not count. A row
+    may hold a list: then any of it is right.
+    """
+
+    kind: Literal["exact"] = "exact"
+    """Selects this reward."""
+    answer_column: str = "answer"
+    """Column with the expected answer, or a list of them."""
+    pattern: str = ""
+    r"""A regular expression whose first group (or whole match) is the answer, such as ``answer is \(?([A-D])``; its
+    last match counts, and no match is 0. Unset: the whole completion."""
+    ignore_case: bool = False
+    """Whether capital letters are as good as small ones."""
+
+    @pydantic.model_validator(mode="after")
+    def _pattern_compiles(self) -> Self:
+        compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
+        return self
+
+    def columns(self) -> dict[str, str]:
+        """Return the column of the expected answer."""
+        return {self.answer_column: f"answer_column={self.answer_column!r}"}
+
+    def grader(self, executor: ThreadPoolExecutor) -> Grader:
+        """Compares text."""
+        return BlockingGrader(self.grade, executor)
+
+    def grade(self, request: ScoreCompletions) -> float:
+        """0 or 1.
+
+        >>> ask = ScoreCompletions(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
+        >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
+        1.0
+        """
+        expected = column(request, self.answer_column)
+        given = found(self.pattern, request.completions[0])
+        accepted = [str(one) for one in (expected if isinstance(expected, list | tuple) else [expected])]
+        return float(given is not None and self._plain(given) in [self._plain(one) for one in accepted])
+
+    def _plain(self, text: str) -> str:
+        return text.strip().casefold() if self.ignore_case else text.strip()
+
+
+def compiled(pattern: str, what: str) -> re.Pattern[str]:
+    """The regular expression; :class:`ConfigError` where it is none."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{what}={pattern!r} is no regular expression: {error}", remedy="mend it") from None
+
+
+def found(pattern: str, text: str) -> str | None:
+    """What ``pattern`` finds last in ``text``: its first group that matched, or all of it; the text itself without a
+    pattern; ``None`` where there is no match."""
+    if not pattern:
+        return text
+    match = None
+    for match in re.finditer(pattern, text):  # noqa: B007 - the last one is wanted
+        pass
+    if match is None:
+        return None
+    return next((group for group in match.groups() if group is not None), match[0])

@@ -1,0 +1,47 @@
+"""A function of the user as one component."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, Self
+
+from headrace.rollout.scoring.base import RewardSection
+from headrace.rollout.scoring.reward import RewardFunction, load_reward, split_reference
+from headrace.rollout.scoring.signature import signature_in
+
+
+class FunctionReward(RewardSection):
+    """``reward(completion, **row) -> float | None``, sync or async; or, over a whole group,
+    ``reward(prompts, completions, **columns) -> list``. By turn it may also take ``history`` and ``turn``."""
+
+    kind: Literal["function"] = "function"
+    """Selects this reward."""
+    ref: str
+    """``file.py:function``."""
+
+    @property
+    def label(self) -> str:
+        """Its own name, where it has no other."""
+        return self.name or self.ref.rpartition(":")[2]
+
+    def check(self) -> Self:
+        """The function is there."""
+        path, name = split_reference(self.ref)
+        if (signature := signature_in(path, name)) is not None:
+            signature.refuse_form(name, by_turn=self.by_turn)
+        return self.model_copy(update={"ref": f"{path.resolve()}:{name}"})
+
+    def columns(self) -> dict[str, str]:
+        """Return what only a column can give its parameters, as far as the text of its file tells."""
+        signature = signature_in(*split_reference(self.ref))
+        return (
+            {}
+            if signature is None
+            else {name: f"its parameter {name!r}" for name in signature.columns(by_turn=self.by_turn)}
+        )
+
+    def grader(self, executor: ThreadPoolExecutor) -> RewardFunction:
+        """Imports and calls it."""
+        function = load_reward(self.ref, executor)
+        function.signature.refuse_form(function.name, by_turn=self.by_turn)
+        return function

@@ -1,0 +1,67 @@
+"""Mathematical answers, compared by what they mean: ``math-verify``, the extra ``math``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from headrace.base.errors import ConfigError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring.base import Grader, RewardSection
+from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, column
+
+
+class MathReward(RewardSection):
+    """1 where the last answer in the completion equals the expected one (``\\frac12`` and ``0.5``, sets, intervals,
+    equations), 0 where it does not or where there is none.
+
+    Answers are parsed, never evaluated as Python. Some expressions keep the algebra busy for ever: those are ended by
+    ``timeout_s``, with their worker. Source: huggingface/Math-Verify.
+    """
+
+    kind: Literal["math"] = "math"
+    """Selects this reward."""
+    answer_column: str = "answer"
+    """Column with the expected answer: LaTeX or plain text, or a number."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """A comparison that takes longer has failed, and its worker is replaced."""
+
+    def columns(self) -> dict[str, str]:
+        """Return the column of the expected answer."""
+        return {self.answer_column: f"answer_column={self.answer_column!r}"}
+
+    def check(self) -> Self:
+        """The package is there."""
+        if find_spec("math_verify") is None:
+            raise ConfigError(
+                f"env.rewards {self.label!r} needs the package math-verify", remedy="pip install 'headrace[math]'"
+            )
+        return self
+
+    def grader(self, executor: ThreadPoolExecutor) -> Grader:
+        """Parses and compares."""
+        return BlockingGrader(_comparison(self.answer_column), executor)
+
+
+def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    both = (LatexExtractionConfig(), ExprExtractionConfig())
+
+    def parsed(text: str) -> list[Any]:
+        # its own deadline is an alarm, which only a main thread may set: the pool keeps ours
+        answers: list[Any] = parse(text, extraction_config=both, parsing_timeout=None)
+        return answers
+
+    def compare(request: ScoreCompletions) -> float:
+        expected = str(column(request, answer_column))
+        gold = parsed(expected) or parsed(f"${expected}$")
+        if not gold:
+            raise Unscorable(f"the expected answer {expected[:80]!r} is no mathematics", remedy="mend the row")
+        return float(verify(gold, parsed(request.completions[0]), timeout_seconds=None))
+
+    return compare

@@ -1,0 +1,190 @@
+"""A user's reward function: found, understood and called."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.config.user_code import find_in_file, load_file, where
+from headrace.base.errors import ConfigError, EnvError
+from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.rollout.scoring.base import Scores, Wanted
+from headrace.rollout.scoring.logged import RewardLog
+from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
+
+
+def reward_reference(function: Callable[..., Any]) -> str:
+    """``file.py:name`` of a function, so that a worker process can load it too."""
+    source = _source_file(function)
+    name = _name(function)
+    if source is None or not Path(source).is_file() or not name.isidentifier():
+        raise EnvError(
+            f"reward function {name} cannot be loaded by another process: it is not a function of a file",
+            remedy="define it with 'def' at the top level of a .py file, or set env.reward = 'file.py:name'",
+        )
+    return f"{Path(source).resolve()}:{name}"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
+
+
+def split_reference(reference: str) -> tuple[Path, str]:
+    """``file.py:name`` apart; the file is checked, the code is not run."""
+    try:
+        return find_in_file(reference, "env.reward")
+    except ConfigError as error:
+        raise EnvError(error.problem, remedy=error.remedy) from None
+
+
+class RewardFunction:
+    """A reward in either form, sync or async, called the one way that the scoring stage calls it.
+
+    ``reward(completion, **row)`` scores one completion; ``reward(prompts, completions, **columns)`` scores a list, each
+    column of the row repeated for every completion. Both may ask for ``completion_ids``, ``trainer_state``,
+    ``log_extra`` and ``log_metric`` by name; the second is passed them in ``**columns`` too, as TRL does.
+    """
+
+    def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
+        self._function = function
+        self._executor = executor
+        self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self.name = _name(function)
+        self.signature = signature_of(function)
+        self.by_group = self.signature.by_group
+        self.signature.refuse_form(self.name)
+
+    @property
+    def wants(self) -> frozenset[Wanted]:
+        """What it wants to be told beside task and text."""
+        asked: dict[Wanted, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
+        return frozenset(wanted for wanted, name in asked.items() if self.signature.wants(name))
+
+    async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
+        """Call it; whatever it does becomes a :class:`Scores`. ``on_start`` is called, from any thread, when the
+        function's turn has come."""
+        log = RewardLog(len(request.completions))
+        try:
+            returned, error = await self._call(request, log, on_start)
+            if error is None:
+                scores = _check(returned if self.by_group else [returned], len(request.completions))
+                metrics = {name: tuple(values) for name, values in log.metrics.items()}
+                return replace(scores, metrics=metrics, extra=log.rows())
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - the boundary of user code: its failure is a record
+            error = raised
+        return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
+
+    async def _call(
+        self, request: ScoreCompletions, log: RewardLog, on_start: Callable[[], None]
+    ) -> tuple[Any, BaseException | None]:
+        call = functools.partial(self._function, **self._arguments(request, log))
+        if self._is_async:
+            on_start()
+            return await call(), None
+
+        def begin() -> tuple[Any, BaseException | None]:
+            on_start()
+            return _outcome(call)
+
+        returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
+        return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
+
+    def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
+        signature = self.signature
+        row = {key: value for key, value in request.row.items() if signature.takes(key)}
+        ids = [ids_T.tolist() for ids_T in request.completion_ids]
+        given: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
+        if not self.by_group:
+            named = {**given, "completion_ids": ids[0] if ids else []}
+            whole: dict[str, Any] = {"prompt": request.prompt}
+            if request.turn >= 0:
+                whole |= {"history": request.history, "turn": request.turn}
+            return {
+                **{key: value for key, value in whole.items() if signature.takes(key)},
+                **row,
+                **{key: value for key, value in named.items() if signature.wants(key)},
+                "completion": request.completions[0],
+            }
+        count = len(request.completions)
+        conversational = not isinstance(request.prompt, str)
+        completions: list[Any] = list(request.completions)
+        if conversational:
+            completions = [[{"role": "assistant", "content": text}] for text in request.completions]
+        columns = {key: [value] * count for key, value in row.items() if key not in NOT_COLUMNS}
+        given |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
+        return {**columns, **{key: value for key, value in given.items() if signature.wants(key)}}
+
+
+def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
+    """Import the function that ``file.py:name`` names; :class:`EnvError` says where its file fails."""
+    path, name = split_reference(reference)
+    try:
+        module = load_file(path)
+    except ConfigError as error:
+        raise EnvError(f"env.reward={reference!r}: {error.problem}", remedy=error.remedy) from None
+    function = vars(module)[name]
+    if not callable(function):
+        raise EnvError(f"env.reward={reference!r} is a {type(function).__name__}", remedy="name a function")
+    return RewardFunction(function, executor)
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """What ``call`` returns or raises; a future cannot carry every exception (``StopIteration`` for one)."""
+    try:
+        return call(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again where it is awaited
+        return None, error
+
+
+def _check(returned: Any, expected: int) -> Scores:
+    """What a reward function returned, as rewards."""
+    if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
+        return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
+    values = list(returned)
+    if len(values) != expected:
+        return Scores(rewards=(), failure=f"reward_error: returned {len(values)} rewards for {expected} completions")
+    rewards: list[float | None] = []
+    for value in values:
+        if value is None:
+            rewards.append(None)
+            continue
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError("text")
+            number = float(value)
+        except (TypeError, ValueError):
+            return Scores(rewards=(), failure=f"reward_error: returned a {type(value).__name__}, not a number")
+        if not math.isfinite(number):
+            return Scores(rewards=(), failure=f"reward_nan: returned {number}")
+        rewards.append(number)
+    return Scores(rewards=tuple(rewards))
+
+
+def _in_words(error: BaseException, source: str | None) -> str:
+    """What ``error`` says, as text that can travel and be written."""
+    try:
+        words = where(error, source)
+    except Exception:  # noqa: BLE001 - the user's ``__str__`` is user code too
+        words = f"{type(error).__name__}, which cannot be printed"
+    return words.encode("utf-8", "replace").decode()
+
+
+def _source_file(function: Callable[..., Any]) -> str | None:
+    """The file that a function, or the class of a callable object, stands in."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # an object, or something built in
+        pass
+    try:
+        return inspect.getsourcefile(type(function))
+    except (TypeError, OSError):
+        return None

@@ -1,0 +1,138 @@
+"""What a jailed command is locked into: a file system of its own, another user, limits. Standard library only."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from headrace.rollout.scoring.sandbox import kernel
+else:  # a part of the program in its own folder
+    import kernel
+
+DEVICES = ("null", "zero", "full", "random", "urandom")
+Order = dict[str, Any]
+
+
+def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> None:
+    """Put up a guard; one that the kernel refuses is missing, with the reason."""
+    try:
+        put_up()
+    except OSError as error:
+        missing[name] = str(error)
+
+
+class Jail:
+    """What the init and the command of a jailed order do to themselves."""
+
+    def __init__(self, order: Order, user: int) -> None:
+        self.order = order
+        self.user = user
+        self.missing: dict[str, str] = {}
+
+    def enter(self) -> None:
+        """The init: a file system of nothing but what is readable, and a small /tmp; the scratch directory instead,
+        where the kernel refuses."""
+        os.setsid()
+        guard(self.missing, "files", self._change_root)
+        if "files" in self.missing:
+            os.chdir(self.order["scratch"])
+            self._write_files(".")
+            if self.user != os.getuid():
+                os.chown(".", self.user, -1)
+
+    def _change_root(self) -> None:
+        root, disk = self.order["scratch"], self.order["limits"]["disk_bytes"]
+        plain = kernel.NO_SUID | kernel.NO_DEVICES
+        own_mounts()
+        kernel.mount("tmpfs", root, "tmpfs", plain, "size=1m,mode=755")
+        os.makedirs(f"{root}/tmp")
+        options = f"size={disk},nr_inodes={max(64, disk >> 14)},mode=1777"
+        kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", plain, options)
+        for path in self.order["readable"]:  # some may lie in /tmp
+            self._show(path, root + path)
+        os.makedirs(f"{root}/dev", exist_ok=True)
+        for name in DEVICES:
+            bind(f"/dev/{name}", f"{root}/dev/{name}")
+        os.makedirs(f"{root}/proc", exist_ok=True)
+        with contextlib.suppress(OSError):  # where /proc is masked, as in some containers, there is none
+            mount_proc(f"{root}/proc")
+        os.symlink("/tmp", f"{root}/dev/shm")
+        self._write_files(f"{root}/tmp")
+        kernel.mount("", root, flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | plain)
+        kernel.change_root(root)
+        os.chdir("/tmp")
+
+    def _show(self, path: str, target: str) -> None:
+        if os.path.islink(path):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            os.symlink(os.readlink(path), target)
+        elif os.path.exists(path):
+            bind(path, target)
+            kernel.make_read_only(target)
+
+    def _write_files(self, directory: str) -> None:
+        for name, content in self.order["files"].items():
+            path = os.path.join(directory, name)
+            with open(path, "wb") as file:
+                file.write(base64.b64decode(content))
+            os.chmod(path, 0o644)
+
+    def lock(self) -> None:
+        """The command: give up what it must not have."""
+        if self.user != os.getuid():
+            os.setgroups([])
+            os.setresgid(self.user, self.user, self.user)
+            os.setresuid(self.user, self.user, self.user)
+        limits = self.order["limits"]
+        bounds = {
+            resource.RLIMIT_CPU: (limits["cpu_s"], limits["cpu_s"] + 1),
+            resource.RLIMIT_AS: (limits["memory_bytes"],) * 2,
+            resource.RLIMIT_FSIZE: (limits["file_bytes"],) * 2,
+            resource.RLIMIT_NOFILE: (limits["open_files"],) * 2,
+            resource.RLIMIT_CORE: (0, 0),
+        }
+        if self.user != 0 and "namespaces" not in self.order["missing"]:  # else all of the user's processes count
+            bounds[resource.RLIMIT_NPROC] = (limits["processes"] + 1,) * 2
+        for bound, values in bounds.items():
+            resource.setrlimit(bound, values)
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores some of them
+            signal.signal(number, signal.SIG_DFL)
+        guard(self.missing, "privileges", kernel.forbid_new_privileges)
+        guard(self.missing, "system calls", kernel.filter_calls)
+
+
+def own_mounts() -> None:
+    """A mount namespace, as it was; what is changed in it is changed here only."""
+    kernel.unshare(kernel.NEW_MOUNTS)
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+
+
+def mount_proc(target: str) -> None:
+    """The processes of this namespace at ``target``."""
+    kernel.mount("proc", target, "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
+
+
+def bind(path: str, target: str) -> None:
+    """Show ``path`` at ``target`` too."""
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "wb"):
+            pass
+    kernel.mount(path, target, flags=kernel.BIND | kernel.RECURSIVE)
+
+
+def give_input(data: bytes) -> None:
+    """Standard input holds ``data``."""
+    descriptor = os.memfd_create("stdin")
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.dup2(descriptor, 0)
+    os.close(descriptor)

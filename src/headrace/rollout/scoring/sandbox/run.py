@@ -1,0 +1,249 @@
+"""Runs untrusted programs: a fresh process for each, without network, in a file system of its own, under limits."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError
+from headrace.rollout.scoring.sandbox.base import Finished, Reason, SandboxLimits
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+DETAILS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+LAUNCH_S = 10.0
+"""How long the launcher may take beyond the run itself, before it is given up."""
+CHUNK_BYTES = 1 << 16
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    stdin: str | bytes = b"",
+    files: Mapping[str, str | bytes] | None = None,
+    limits: SandboxLimits | None = None,
+    readable: Sequence[str] = (),
+) -> Finished:
+    """Run ``argv`` to its end, and everything that it starts with it. Blocks: in asynchronous code, call it by
+    ``asyncio.to_thread``.
+
+    ``argv[0]`` is the whole path of a program. ``files`` (plain names to contents) are in the working directory, the
+    only one that can be written; all that can be read besides are system folders, this Python and ``readable``. The
+    environment holds nothing of this process. Raises :class:`~headrace.base.errors.ConfigError` for arguments that
+    cannot work; whatever the program does is told in the result.
+
+    >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout
+    'hi /tmp\\n'
+    """
+    limits = limits or SandboxLimits()
+    _refuse(argv, files or {}, limits)
+    with tempfile.TemporaryDirectory(prefix="headrace-jail-", ignore_cleanup_errors=True) as scratch:
+        order = {
+            "jailed": True,
+            "argv": list(argv),
+            "env": ENVIRONMENT,
+            "stdin": _encoded(stdin),
+            "files": {name: _encoded(content) for name, content in (files or {}).items()},
+            "readable": _readable(readable),
+            "scratch": scratch,
+            "limits": {name: getattr(limits, name) for name in SandboxLimits.__slots__},
+        }
+        return _RunningLauncher(order, limits).finish()
+
+
+def run_python(
+    code: str,
+    *,
+    stdin: str | bytes = b"",
+    files: Mapping[str, str | bytes] | None = None,
+    limits: SandboxLimits | None = None,
+) -> Finished:
+    """Run ``code`` as a program of this Python, in isolated mode; the packages that are installed can be imported.
+
+    >>> run_python("print(6 * 7)").stdout
+    '42\\n'
+    >>> run_python("while True: pass", limits=SandboxLimits(wall_s=0.5)).reason
+    <Reason.WALL_TIME: 'wall_time'>
+    """
+    return run(
+        [sys.executable, "-I", "-B", "main.py"],
+        stdin=stdin,
+        files={**(files or {}), "main.py": code},
+        limits=limits,
+    )
+
+
+def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: SandboxLimits) -> None:
+    if isinstance(argv, str) or not argv or not os.path.isabs(argv[0]):
+        raise ConfigError(f"argv={argv!r} does not begin with the path of a program", remedy="give the whole path")
+    for name in files:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ConfigError(f"files={name!r} is not a plain name", remedy="give names without folders")
+    for name in SandboxLimits.__slots__:
+        if getattr(limits, name) <= 0:
+            raise ConfigError(f"limits.{name}={getattr(limits, name)} leaves nothing", remedy=f"set {name} > 0")
+
+
+def _encoded(content: str | bytes) -> str:
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    return base64.b64encode(data).decode()
+
+
+def _readable(more: Sequence[str]) -> list[str]:
+    """Folders and files to show, none within another."""
+    python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
+    shown: list[str] = []
+    for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
+        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in shown):
+            shown.append(path)
+    return shown
+
+
+class _RunningLauncher:
+    """A launcher at work, and what has come out of it so far."""
+
+    def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
+        self._limits = limits
+        report, theirs = os.pipe()
+        try:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", str(LAUNCHER)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                pass_fds=(theirs,), env={}, cwd="/",
+            )  # fmt: skip
+        except OSError:
+            os.close(report)
+            raise
+        finally:
+            os.close(theirs)
+        self._report = os.fdopen(report, "rb")
+        assert self._launcher.stdout is not None
+        assert self._launcher.stderr is not None
+        self._output = {self._launcher.stdout: bytearray(), self._launcher.stderr: bytearray()}
+        order["report"] = theirs
+        self._send(json.dumps(order).encode())
+
+    def _send(self, data: bytes) -> None:
+        assert self._launcher.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it could not even start: the report is missing, and says so
+            self._launcher.stdin.write(len(data).to_bytes(8, "big") + data)
+            self._launcher.stdin.flush()
+
+    def finish(self) -> Finished:
+        """Read until the end, or end it."""
+        try:
+            over = self._read()
+            assert self._launcher.stdin is not None
+            self._launcher.stdin.close()  # the line of life
+            report = self._reported()
+        finally:
+            self._launcher.kill()
+            self._launcher.wait()
+            for stream in (self._report, self._launcher.stdin, *self._output):
+                assert stream is not None
+                _close(stream)
+        return self._told(over, report)
+
+    def _read(self) -> Reason | None:
+        """Until both outputs have ended; why it must be ended before, if so."""
+        clock = RealClock()
+        until_s = clock.now() + self._limits.wall_s
+        with selectors.DefaultSelector() as selector:
+            for stream in (*self._output, self._report):
+                selector.register(stream, selectors.EVENT_READ)
+            while True:
+                left_s = until_s - clock.now()
+                if left_s <= 0:
+                    return Reason.WALL_TIME
+                ready: list[Any] = [key.fileobj for key, _ in selector.select(left_s)]
+                if self._report in ready:  # it is over, and every process of it
+                    return self._rest()
+                if any(self._takes_too_much(stream, selector) for stream in ready):
+                    return Reason.OUTPUT
+
+    def _takes_too_much(self, stream: Any, selector: selectors.BaseSelector) -> bool:
+        """Read what is there; one that has ended is not looked at again."""
+        data = os.read(stream.fileno(), CHUNK_BYTES)
+        if not data:
+            selector.unregister(stream)
+        return self._is_too_much(stream, data)
+
+    def _rest(self) -> Reason | None:
+        """What had been written at the end."""
+        for stream in self._output:
+            while data := os.read(stream.fileno(), CHUNK_BYTES):
+                if self._is_too_much(stream, data):
+                    return Reason.OUTPUT
+        return None
+
+    def _is_too_much(self, stream: Any, data: bytes) -> bool:
+        kept = self._output[stream]
+        room = self._limits.output_bytes - len(kept)
+        kept += data[:room]
+        return len(data) > room
+
+    def _reported(self) -> dict[str, Any]:
+        """What the launcher says at its end; it is given up if it does not come to one."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._report, selectors.EVENT_READ)
+            line = self._report.readline() if selector.select(LAUNCH_S) else b""
+        report: dict[str, Any] = json.loads(line) if line else {"error": "the launcher has ended without a word"}
+        return report
+
+    def _told(self, over: Reason | None, report: dict[str, Any]) -> Finished:
+        stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
+        status, excess = report.get("status"), report.get("reason", "")
+        told = Finished(
+            reason=Reason.EXITED,
+            stdout=stdout,
+            stderr=stderr,
+            cpu_s=report.get("cpu_s", 0.0),
+            missing=report.get("missing", {}),
+        )
+        change: dict[str, Any]
+        if "error" in report:
+            change = {"reason": Reason.NOT_STARTED, "detail": report["error"]}
+        elif over is not None:
+            change = {"reason": over}
+        elif excess not in ("", "asked"):
+            change = {"reason": Reason(excess)}
+        elif status is None:
+            change = {"reason": Reason.NOT_STARTED, "detail": "it ended before the command began"}
+        elif status >= 0:
+            change = {"exit_code": status}
+        else:
+            change = {"reason": _by_signal(-status, told.cpu_s, self._limits), "signal": -status}
+        return msgspec.structs.replace(told, **change)
+
+
+def _by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
+    """The kernel's own way to say that the processor time is used up is a signal."""
+    if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
+        return Reason.CPU_TIME
+    return Reason.SIGNALLED
+
+
+def _close(stream: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # what could not be sent is lost with it
+        stream.close()

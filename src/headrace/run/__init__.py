@@ -1,0 +1,1 @@
+"""A run from its file to its end: settings and their rules, sessions, observation, the program."""

@@ -1,0 +1,115 @@
+"""``headrace ledger``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from headrace.run.cli.output import console, print_json, readable, starting, table
+
+if TYPE_CHECKING:
+    from headrace.flow.ledger import Conservation, Fates, Ledger
+    from headrace.flow.ledger.survivors import Survivors
+
+
+def ledger(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+    replay: bool = typer.Option(False, "--replay", help="Train a fresh learner on the recorded batches, and compare."),
+) -> None:
+    """Show what became of every group, episode and token, and whether the books balance."""
+    starting(f"reading {run_dir}")
+    from headrace.flow.ledger.opening import open_ledger
+
+    book = open_ledger(run_dir)
+    try:
+        agrees = _replay(run_dir, book, as_json) if replay else _show(book, as_json)
+    finally:
+        book.close()
+    if not agrees:
+        raise typer.Exit(1)
+
+
+def _show(book: Ledger, as_json: bool) -> bool:
+    from headrace.control.summing import ledger_summary
+    from headrace.flow.ledger.survivors import survivors
+
+    conservation, ages, bias = book.conservation(), book.ages(), survivors(book.lengths())
+    if as_json:
+        tree: dict[str, Any] = {
+            "conservation": ledger_summary(conservation),
+            "holds": conservation.holds,
+            "ages": ages,
+            "survivors": None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased},
+            "notes": [{"kind": kind, "detail": detail, "at_s": at_s} for kind, detail, at_s in book.notes()],
+        }
+        print_json(tree)
+        return conservation.holds
+    out = console()
+    _show_books(out, conservation)
+    if ages:
+        age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
+        for age, tokens in ages.items():
+            age_table.add_row(str(age), f"{tokens:,}")
+        out.print(age_table)
+    if bias is not None:
+        _show_survivors(out, bias)
+    out.print("\nthe books balance" if conservation.holds else "\nTHE BOOKS DO NOT BALANCE", style="bold")
+    return conservation.holds
+
+
+def _show_books(out: Console, conservation: Conservation) -> None:
+    rows = table("conservation", "", "submitted", "trained", "dropped", "in flight", "balance")
+    units: dict[str, Fates] = {
+        "groups": conservation.groups,
+        "episodes": conservation.episodes,
+        "tokens": conservation.tokens,
+    }
+    for name, fates in units.items():
+        dropped = sum(fates.dropped.values())
+        counts = (fates.submitted, fates.trained, dropped, fates.in_flight, fates.balance)
+        rows.add_row(name, *(f"{count:,}" for count in counts))
+    out.print(rows)
+    reasons = {reason for fates in units.values() for reason in fates.dropped}
+    if reasons:
+        fates_table = table("\ndropped, by reason", "reason", *units)
+        for reason in sorted(reasons):
+            fates_table.add_row(readable(reason), *(f"{fates.dropped.get(reason, 0):,}" for fates in units.values()))
+        out.print(fates_table)
+
+
+def _show_survivors(out: Console, bias: Survivors) -> None:
+    rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
+    rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
+    rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
+    for quantile, lengths in bias.quantiles.items():
+        rows.add_row(f"quantile {quantile}", *(f"{length:,.0f}" for length in lengths))
+    out.print(rows)
+    if bias.num_withdrawn:
+        out.print(f"{bias.num_withdrawn:,} more were withdrawn before they ended: how long they would be is not known")
+    verdict = "some lengths survive" if bias.biased else "no sign that some lengths survive"
+    test = f"two-sample Kolmogorov–Smirnov: distance {bias.ks:.3f}, p = {bias.p_value:.2g}"
+    out.print(f"{verdict} more often than others ({test})")
+
+
+def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
+    from headrace.run.observe.words import plural
+    from headrace.run.session.replaying import replay
+
+    out = console()
+    found = replay(run_dir, book, tell=lambda line: None if as_json else out.print(line))
+    again = f"{plural(found.steps, 'step')} made again"
+    if as_json:
+        print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
+    elif found.first_difference is None:
+        out.print(f"{again}: the weights of {plural(len(found.agree), 'version')} agree bit for bit")
+    else:
+        out.print(
+            f"{again}: the weights differ from version {found.first_difference} on "
+            "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
+        )
+    return found.first_difference is None

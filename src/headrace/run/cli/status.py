@@ -1,0 +1,121 @@
+"""``headrace status``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import typer
+
+from headrace.run.cli.output import console, print_json, readable, starting, table
+
+
+def status(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+) -> None:
+    """Show every process of a run, its state and version, and who waits for whom."""
+    starting(f"reading {run_dir}")
+    seen = look(run_dir)
+    if as_json:
+        print_json(seen)
+        return
+    out = console()
+    out.print(
+        f"{readable(seen['run_dir'])}: {readable(seen['state'])}, step {seen['steps_done']} of {seen['steps_total']}",
+        style="bold",
+    )
+    rows = table("", "role", "pid", "state", "version", "device", "restarts")
+    for part in seen["components"]:
+        version = "" if part["version"] is None else str(part["version"])
+        restarts = str(part["restarts"] or "")
+        where = " on ".join(filter(None, [part["device"], part["node"]]))
+        rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
+    out.print(rows)
+    if seen["state"] == "running":
+        out.print(f"phase: {readable(seen['phase'])}; loops:")
+        for line in seen["waits"]:
+            out.print(readable(line))
+    for words in seen["warnings"]:
+        out.print(f"warning: {readable(words)}", style="yellow")
+    if seen["verdict"]:
+        out.print(readable(seen["verdict"]))
+    for name, counts in seen["rewards"].items():
+        out.print(
+            f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
+            f"{readable(counts['first_cause'])}",
+            style="yellow",
+        )
+    if seen["cause"]:
+        out.print(f"cause: {readable(seen['cause'])}")
+
+
+def _state(pid: int, told: str) -> str:
+    """The state of a process of this machine, of which the run told another: it may have ended, and a controller that
+    is stopped tells nothing."""
+    try:
+        stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return "ended"
+    return f"stopped (SIGSTOP; kill -CONT {pid} lets it go on)" if stopped else told
+
+
+def look(run_dir: Path) -> dict[str, Any]:
+    """What can be said of the run in ``run_dir``: from its status file, checked against the living processes."""
+
+    from headrace.base.errors import DataError
+    from headrace.flow.ledger.opening import LOCK_FILE
+    from headrace.run.session.directory import read_status, read_summary
+
+    last = read_status(run_dir)
+    if last is None and (run_dir / LOCK_FILE).exists():
+        raise DataError(f"{run_dir} has no status yet: its parts are starting", remedy="look again in a few seconds")
+    if last is None:
+        raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")
+    summary = read_summary(run_dir)
+    components = [
+        {
+            "role": part.role,
+            "pid": part.pid,
+            "state": part.state if part.node else _state(part.pid, part.state),
+            "version": part.version,
+            "device": part.device,
+            "restarts": part.restarts,
+            "node": part.node,
+        }
+        for part in last.components
+    ]
+    alive = components[0]["state"] != "ended"
+    if not alive:  # the others end with the controller, wherever they are
+        components = [{**part, "state": "ended"} for part in components]
+    ended = "killed" if summary is None else str(summary["status"])
+    return {
+        "run_dir": str(run_dir),
+        "state": "running" if alive else ended,
+        "cause": "" if summary is None or alive else str(summary["cause"]),
+        "phase": last.phase,
+        "steps_done": last.steps_done,
+        "steps_total": last.steps_total,
+        "version": last.version,
+        "components": components,
+        "waits": last.waits,
+        "warnings": last.warnings,
+        "verdict": _verdict(run_dir, summary),
+        "rewards": {name: msgspec.to_builtins(counts) for name, counts in last.rewards.items()},
+    }
+
+
+def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
+    """What holds the run up, as it has said last; empty where it has not said yet."""
+    from headrace.run.observe import LIVE_FILE
+
+    if summary is not None:
+        return str(summary.get("verdict") or "")
+    try:
+        tree = json.loads((run_dir / LIVE_FILE).read_bytes())
+    except (OSError, ValueError):  # none yet, or one that is just being replaced
+        return ""
+    return str(tree.get("verdict") or "") if isinstance(tree, dict) else ""

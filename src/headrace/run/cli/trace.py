@@ -1,0 +1,57 @@
+"""``headrace trace``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.run.cli.output import VISIBLE, console, print_json, readable, starting
+
+if TYPE_CHECKING:
+    from headrace.run.observe import RunData
+
+
+def trace(
+    run_dir: Path = typer.Argument(help="The run's directory; the run may go on."),
+    out: Path | None = typer.Option(
+        None, help="Write the trace for ui.perfetto.dev or chrome://tracing; .json.gz to compress it."
+    ),
+    otlp: str = typer.Option("", help="Send the spans to an OpenTelemetry collector: http://HOST:4318/v1/traces."),
+    as_json: bool = typer.Option(False, "--json", help="Print where the time went as JSON."),
+) -> None:
+    """Say where a run's time went, and export its event trace."""
+    starting(f"reading {run_dir}")
+    import msgspec
+
+    from headrace.run.observe import load_run
+
+    run = load_run(run_dir)
+    written = _export(run, out, otlp)
+    if as_json:
+        account = None if run.account is None else msgspec.structs.asdict(run.account)
+        print_json({"verdict": run.verdict, "account": account, "notes": run.notes, **written})
+        return
+    said = console()
+    for note in run.notes:
+        said.print(readable(note), style="yellow")
+    said.print(readable(run.verdict) or "no verdict yet: no step has ended")
+    for what, num in written.items():
+        said.print(f"{what}: {num:,}")
+
+
+def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:
+    """What was exported, and how much of it."""
+    written: dict[str, int] = {}
+    if out is not None:
+        from headrace.run.observe.perfetto import write_trace
+
+        written[f"events written to {out}"] = write_trace(run, out)
+    if otlp:
+        from headrace.base.config.addresses import refuse_secret
+        from headrace.run.observe.otel import send_trace
+
+        refuse_secret("--otlp", otlp, "set OTEL_EXPORTER_OTLP_HEADERS='authorization=...'", reason=VISIBLE)
+        written[f"spans sent to {otlp}"] = send_trace(run, otlp)
+    return written

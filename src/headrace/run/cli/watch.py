@@ -1,0 +1,67 @@
+"""``headrace watch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.run.cli.output import console, starting
+
+if TYPE_CHECKING:
+    from headrace.base.types.observation import LiveState
+
+RENEWED_S = 0.5
+
+
+def watch(
+    run_dir: Path = typer.Argument(help="The run's directory."),
+    once: bool = typer.Option(False, "--once", help="Show the present moment and leave; so too where this is a pipe."),
+) -> None:
+    """Show a run that goes on elsewhere as its own terminal shows it, until it ends; Ctrl-C ends only the watching."""
+    starting(f"reading {run_dir}")
+    import asyncio
+
+    from headrace.run.observe.terminal import LiveView, draw
+
+    out = console()
+    out.soft_wrap = False  # a picture is drawn for the width of the terminal; its sentences go on in the next line
+    state = _read(run_dir)
+    if once or not out.is_terminal:
+        out.print(draw(state, out.width))
+        return
+    with LiveView(out) as view:
+        asyncio.run(_follow(run_dir, view.update))
+
+
+async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
+    import asyncio
+
+    from headrace.run.cli.status import look
+
+    show(_read(run_dir))
+    while look(run_dir)["state"] == "running":
+        await asyncio.sleep(RENEWED_S)
+        show(_read(run_dir))
+
+
+def _read(run_dir: Path) -> LiveState:
+    """Raises :class:`~headrace.base.errors.DataError` where there is no present moment to show."""
+    import msgspec
+
+    from headrace.base.errors import DataError
+    from headrace.base.types.observation import LiveState
+    from headrace.run.observe import LIVE_FILE
+
+    path = run_dir / LIVE_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=LiveState)
+    except OSError:
+        raise DataError(
+            f"{run_dir} has no {LIVE_FILE}: it holds no run, or its parts are starting",
+            remedy="name the directory of a run, or look again in a few seconds",
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is damaged: {error}", remedy="remove that file; a running run renews it") from None

@@ -1,0 +1,75 @@
+"""What people see of a run: files that survive, a live terminal, a report with pictures, a verdict in words.
+
+    StepRecord ──▶ metrics.jsonl ─┬──▶ writers: TensorBoard, W&B, trackio, MLflow, Prometheus
+               ──▶ alarms ──▶ Event
+    Span       ──▶ trace.jsonl   ─┼──▶ report/report.html and its pictures; a trace for Perfetto
+    summary.json, config.json    ─┘
+    LiveState  ──▶ terminal, live.json
+    both       ──▶ account ──▶ verdict
+
+Nothing here is imported by the loop; everything here reads pure data.
+"""
+
+from headrace.run.observe.account import Accountant, account_of
+from headrace.run.observe.alarms import AlarmWatch, Raised
+from headrace.run.observe.jsonl import (
+    EVENTS_FILE,
+    LIVE_FILE,
+    METRICS_FILE,
+    TRACE_FILE,
+    JsonlWriter,
+    read_jsonl,
+    read_steps,
+)
+from headrace.run.observe.looptime import WatchedLoop
+from headrace.run.observe.recorder import Recorder
+from headrace.run.observe.report import write_report
+from headrace.run.observe.rundata import RunData, load_run, run_about, run_name
+from headrace.run.observe.settings import VerdictSettings, settings_of
+from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, figures_of, observed
+from headrace.run.observe.system import SystemWatch, Usage
+from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
+from headrace.run.observe.trace import account, busy_frac, idle_frac
+from headrace.run.observe.verdict import RunVerdict, judge
+from headrace.run.observe.writers import Posting, RunFacts
+
+__all__ = [
+    "EVENTS_FILE",
+    "LIVE_FILE",
+    "METRICS_FILE",
+    "TRACE_FILE",
+    "Accountant",
+    "AlarmWatch",
+    "JsonlWriter",
+    "LiveView",
+    "PlainView",
+    "Posting",
+    "Raised",
+    "Recorder",
+    "RunData",
+    "RunFacts",
+    "RunVerdict",
+    "SystemWatch",
+    "TerminalView",
+    "Usage",
+    "VerdictSettings",
+    "WatchedLoop",
+    "account",
+    "account_of",
+    "age_histogram",
+    "busy_frac",
+    "commit_gap_ms",
+    "evaluations",
+    "figures_of",
+    "idle_frac",
+    "judge",
+    "load_run",
+    "observed",
+    "open_view",
+    "read_jsonl",
+    "read_steps",
+    "run_about",
+    "run_name",
+    "settings_of",
+    "write_report",
+]

@@ -1,0 +1,177 @@
+"""The alarms, one row each: what makes it, and what to do when it goes off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from headrace.run.observe.alarms.base import Alarm, Baseline, Lasting, Moment, Now, Numbers
+from headrace.run.observe.alarms.config import AlarmsConfig
+from headrace.run.observe.words import duration, number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmRow:
+    """One alarm."""
+
+    make: Callable[[AlarmsConfig], Alarm]
+    advice: str
+
+
+def _entropy(config: AlarmsConfig) -> Alarm:
+    against = Baseline("entropy", config.baseline_steps)
+
+    def wrong(numbers: Numbers) -> str:
+        seen = against(numbers)
+        if seen is None or seen[0] >= config.entropy_frac * seen[1]:
+            return ""
+        return f"the policy's entropy has collapsed to {number(seen[0])} nats, from {number(seen[1])}"
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _zero_variance(config: AlarmsConfig) -> Alarm:
+    def wrong(numbers: Numbers) -> str:
+        share = numbers.get("zero_variance_frac", 0.0)
+        least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
+        nearly_solved = tenth == most != least  # what is left to learn is in the few others
+        if share < config.zero_variance_frac or nearly_solved:
+            return ""
+        return f"in {share:.0%} of the groups all rewards are equal"
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _rewards(config: AlarmsConfig) -> Alarm:
+    prefix = "reward_failed/"
+
+    def wrong(numbers: Numbers) -> str:
+        shares = {name.removeprefix(prefix): share for name, share in numbers.items() if name.startswith(prefix)}
+        failing = {name: share for name, share in shares.items() if share > config.max_reward_failed}
+        return "; ".join(f"the reward {name!r} fails for {share:.0%} of its calls" for name, share in failing.items())
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _kl(config: AlarmsConfig) -> Alarm:
+    def wrong(numbers: Numbers) -> str:
+        kls = {"KL(μ‖π)": numbers.get("kl_mu_k3", 0.0), "KL(π‖π_ref)": numbers.get("kl_ref", 0.0)}
+        name = max(kls, key=lambda each: kls[each])
+        return f"{name} is {number(kls[name])} nats per token" if kls[name] > config.max_kl else ""
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _mismatch(config: AlarmsConfig) -> Alarm:
+    def wrong(numbers: Numbers) -> str:
+        kl = numbers.get("mismatch_kl", 0.0)
+        if kl <= config.max_mismatch:
+            return ""
+        return f"engine and learner disagree about fresh tokens: KL {number(kl)}, above {config.max_mismatch:g}"
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _length(config: AlarmsConfig) -> Alarm:
+    against = Baseline("length_mean", config.baseline_steps)
+
+    def wrong(numbers: Numbers) -> str:
+        seen = against(numbers)
+        if seen is None or seen[0] < config.length_times * seen[1]:
+            return ""
+        times = seen[0] / max(seen[1], 1.0)
+        return f"episodes have {number(seen[0])} tokens, {times:.1f} times as many as in the beginning"
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _repetition(config: AlarmsConfig) -> Alarm:
+    against = Baseline("repetition", config.baseline_steps)
+
+    def wrong(numbers: Numbers) -> str:
+        seen = against(numbers)
+        if seen is None or seen[0] < config.max_repetition or seen[0] < 2 * seen[1]:
+            return ""
+        return f"{seen[0]:.0%} of the 4-grams of an episode stood in it before, in the beginning {seen[1]:.0%}"
+
+    return Lasting(wrong, patience=config.patience)
+
+
+def _stall(config: AlarmsConfig) -> Alarm:
+    ends_s: list[float] = []
+    steps = 0
+
+    def wrong(now: Moment) -> str:
+        nonlocal steps
+        state = now.state
+        if state.phase != "training":
+            ends_s.clear()  # evaluations and saves are no steps
+        if not ends_s or state.steps_done != steps:
+            steps = state.steps_done
+            ends_s.append(state.wall_s)
+            del ends_s[:-32]
+        still_s = state.wall_s - ends_s[-1]
+        usual_s = median(later - earlier for earlier, later in pairwise(ends_s)) if ends_s[1:] else 0.0
+        if still_s < max(config.stall_s, 5 * usual_s):
+            return ""
+        waits = [wait for wait in state.waits if wait.state == "waiting" and wait.loop == "learner"]
+        what = f"; the learner waits for {waits[0].what}, which {waits[0].unblocked_by} brings" if waits else ""
+        return f"no step has ended for {duration(still_s)}{what}"
+
+    return Now(wrong)
+
+
+def _disk(config: AlarmsConfig) -> Alarm:
+    def wrong(now: Moment) -> str:
+        free_gb = now.free_bytes / 1e9
+        return f"{free_gb:.2f} GB are left on the disk of the run" if free_gb < config.min_free_gb else ""
+
+    return Now(wrong)
+
+
+ALARMS: Mapping[str, AlarmRow] = {
+    "entropy": AlarmRow(
+        make=_entropy,
+        advice="The policy has stopped exploring: raise algo.loss.clip_high or engine.temperature, lower learner.lr, "
+        "or add a penalty (algo.loss.kl_coef).",
+    ),
+    "zero_variance": AlarmRow(
+        make=_zero_variance,
+        advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
+        "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
+    ),
+    "rewards": AlarmRow(
+        make=_rewards,
+        advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; mend what it "
+        "calls, or raise its retries or timeout_s.",
+    ),
+    "kl": AlarmRow(
+        make=_kl,
+        advice="The policy moves far from what sampled its tokens: lower learner.lr or flow.max_age, or clip harder.",
+    ),
+    "mismatch": AlarmRow(
+        make=_mismatch,
+        advice="Compare the numbers of engine and learner: model.dtype, engine.kernels, learner.keep_routing and "
+        "learner.keep_sampling_mask; a correction (algo.correction) hides it, and does not heal it.",
+    ),
+    "length": AlarmRow(
+        make=_length,
+        advice="Read some completions: a reward may pay for length. Add a length penalty, or lower "
+        "engine.max_new_tokens.",
+    ),
+    "repetition": AlarmRow(
+        make=_repetition,
+        advice="Read some completions: a reward may pay for loops. Lower learner.lr, or add a penalty to the reward.",
+    ),
+    "stall": AlarmRow(
+        make=_stall,
+        advice="headrace status says who waits for whom; the logs of the parts are in logs/ of the run directory.",
+    ),
+    "disk": AlarmRow(
+        make=_disk,
+        advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
+    ),
+}
+"""By name, in the order they are asked."""

@@ -1,0 +1,49 @@
+"""The numbers of a step under the names of the registry, for writers, charts and alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.base.types.metrics import REGISTRY, Metric, combine, find
+from headrace.base.types.observation import StepRecord
+
+_FIELDS = (
+    *("wall_s", "reward_mean", "reward_sampled", "reward_std", "reward_min", "reward_max", "eval_accuracy"),
+    *("eval_version", "trained_tokens", "generated_tokens", "seconds", "wait_s", "exposed_sync_s", "straggler_s"),
+    *("held_back_s", "commit_gap_s", "length_mean"),
+)
+_BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_tokens")
+
+
+def flat(record: StepRecord) -> dict[str, float]:
+    """Every number of a step; what it has not measured is left out.
+
+    >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, ages={0: 8})
+    >>> {name: value for name, value in flat(record).items() if value}
+    {'wall_s': 4.0, 'reward_mean': 0.5, 'age/0': 8.0}
+    """
+    fields: dict[str, float | None] = {name: getattr(record, name) for name in _FIELDS}
+    queue = record.queue
+    fields |= {"queue/submitted": queue.submitted, "queue/running": queue.running, "queue/ready": queue.ready}
+    fields |= {f"age/{age}": tokens for age, tokens in record.ages.items()}
+    fields |= {f"{name}/{reason}": count for name in _BY_REASON for reason, count in getattr(record, name).items()}
+    fields |= record.metrics
+    return {name: float(value) for name, value in fields.items() if value is not None}
+
+
+def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Every metric over all steps, each combined as its row says."""
+    values: dict[str, list[float]] = {}
+    for record in steps:
+        for name, value in flat(record).items():
+            values.setdefault(name, []).append(value)
+    return {name: combine(name, each) for name, each in values.items()}
+
+
+def table() -> str:
+    """The registry as a table of Markdown, for the document."""
+    rows = [f"| `{row.name}` | {row.unit or '–'} | {row.how} | {row.what}. |" for row in REGISTRY]
+    return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+__all__ = ["REGISTRY", "Metric", "combine", "find", "flat", "over_run", "table"]

@@ -1,0 +1,84 @@
+"""The trace of a run for OpenTelemetry: every span to a collector that speaks OTLP over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import ConfigError, DataError
+from headrace.base.types.trace import Span
+from headrace.run.observe.rundata import RunData
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+AT_ONCE = 512
+"""Spans in one request."""
+
+
+def send_trace(run: RunData, url: str) -> int:
+    """Send the spans of the run's last life to ``url`` (a collector's ``http://HOST:4318/v1/traces``); how many.
+
+    Raises :class:`~headrace.base.errors.ConfigError` without the packages or where the collector does not take them,
+    and :class:`~headrace.base.errors.DataError` for a run without a step: its clock is not known then.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        problem = "sending a trace needs the packages of OpenTelemetry"
+        raise ConfigError(problem, remedy="pip install 'headrace[otel]'") from None
+    exporter = OTLPSpanExporter(endpoint=url, timeout=10)
+    try:
+        return export(run, exporter, url)
+    finally:
+        exporter.shutdown()
+
+
+def export(run: RunData, exporter: SpanExporter, where: str) -> int:
+    """Hand the spans to any exporter, some hundreds at a time; errors as :func:`send_trace`."""
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    steps = run.session
+    if not steps or not run.spans:
+        raise DataError(f"{run.directory} has no step with a trace", remedy="name a run that has trained a step")
+    offset_s = steps[0].unix_s - steps[0].clock_s
+    made = list(_spans(run, offset_s))
+    for first in range(0, len(made), AT_ONCE):
+        if exporter.export(made[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
+            raise ConfigError(
+                f"{where} has not taken the spans after the first {first}", remedy="is a collector listening there?"
+            )
+    return len(made)
+
+
+def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    ids = RandomIdGenerator()
+    trace_id = ids.generate_trace_id()
+    name = run.directory.resolve().name
+    resources = {
+        lane: Resource({"service.name": f"headrace {lane}", "headrace.run": name})
+        for lane in {span.lane for span in run.spans}
+    }
+    for span in run.spans:
+        yield ReadableSpan(
+            name=span.name,
+            context=SpanContext(trace_id, ids.generate_span_id(), is_remote=False, trace_flags=TraceFlags(1)),
+            resource=resources[span.lane],
+            attributes=_attributes(span),
+            start_time=int((span.start_s + offset_s) * 1e9),
+            end_time=int((span.end_s + offset_s) * 1e9),
+        )
+
+
+def _attributes(span: Span) -> dict[str, str | int]:
+    told: dict[str, str | int] = {"headrace.lane": span.lane}
+    if span.step >= 0:
+        told["headrace.step"] = span.step
+    if span.of is not None:
+        told["headrace.episode"] = str(span.of)
+    return told

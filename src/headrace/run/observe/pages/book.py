@@ -1,0 +1,103 @@
+"""The directory of an evaluation: a line and a page for each episode while it goes on, an index at its end.
+
+DIRECTORY/index.html               figures, every attempt
+          episodes/3-1.html        the second attempt at the fourth task
+          episodes.jsonl           a line for each attempt, in the order they ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.clock import off_loop
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.episode import EpisodeGraph
+from headrace.run.observe.pages.episode import Spell, episode_page
+from headrace.run.observe.pages.index import AttemptSummary, Figure, index_page
+
+PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What the pages of an evaluation are made of."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """Of the tasks, by their places."""
+    num_attempts: int
+    """At each."""
+    spell: Spell
+    max_pages: int
+    """Episodes that get a page: the first attempts at all tasks, then the second ones, and so on."""
+
+
+class Book:
+    """Writes the directory of one evaluation. Used from one loop; nobody waits for the disk but who keeps an episode.
+
+    Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. One that holds an
+    evaluation already is refused (:class:`~headrace.base.errors.ConfigError`).
+    """
+
+    def __init__(self, directory: Path, shown: Shown) -> None:
+        self._directory = directory
+        self._shown = shown
+        self._attempts: dict[tuple[int, int], AttemptSummary] = {}
+        if (directory / LINES).exists():
+            raise ConfigError(f"{directory} holds an evaluation already", remedy="choose another directory")
+        self._write(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
+        self._write(lambda: (directory / LINES).write_bytes(b""))
+
+    async def keep(self, episode: EpisodeGraph) -> None:
+        """Write what is to be known of an episode that has ended."""
+        task, attempt = episode.key
+        order = attempt * len(self._shown.rows) + task
+        page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
+        self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
+        await off_loop(partial(self._write, partial(self._add, episode, page)))
+
+    def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
+        """Write the index; where it is."""
+        tasks = [
+            [
+                self._attempts[task, place]
+                for place in range(self._shown.num_attempts)
+                if (task, place) in self._attempts
+            ]
+            for task in range(len(self._shown.rows))
+        ]
+        index = self._directory / INDEX
+        self._write(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
+        return index
+
+    def _add(self, episode: EpisodeGraph, page: str) -> None:
+        line = {
+            "task": episode.key.group,
+            "attempt": episode.key.place,
+            "status": str(episode.status),
+            "reward": episode.reward,
+            "cause": episode.cause,
+            "parts": episode.parts,
+            "extra": {name: value for turn in episode.turns for name, value in turn.extra.items()},
+            "answers": sum(turn.stop_reason is not None for turn in episode.turns),
+            "tokens": episode.num_sampled,
+            "page": page,
+        }
+        with (self._directory / LINES).open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+        if page:
+            row = dict(self._shown.rows[episode.key.group])
+            (self._directory / page).write_text(episode_page(episode, row, self._shown.spell), encoding="utf-8")
+
+    def _write(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise RunError(
+                f"{self._directory} cannot be written: {error}", remedy="check that its disk has room (df -h)"
+            ) from None

@@ -1,0 +1,154 @@
+"""One episode as a page: what it earned, the graph of its turns, and every token with its logprob.
+
+Shape legend: T tokens of one turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.base.types.episode import EpisodeGraph, Turn
+from headrace.run.observe.pages.html import figure, page, text
+from headrace.run.observe.words import plural
+
+MAX_TOKENS = 50_000
+"""Tokens of an episode that are shown one by one; of what comes after, the text alone."""
+_LONGEST_CHARACTER = 8
+"""Tokens that one character may be spread over."""
+_LEVELS = ((0.9, ""), (0.5, "l1"), (0.1, "l2"), (0.01, "l3"))
+"""How likely a token was, at least, and how that is shown."""
+_STEP, _LANE = 26, 22
+"""Pixels between two turns of the graph, and between two branches."""
+
+Spell = Callable[[Sequence[int]], str]
+"""The text of tokens, special ones too."""
+
+
+def episode_page(episode: EpisodeGraph, row: dict[str, Any], spell: Spell) -> str:
+    """The whole document."""
+    key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
+    room = MAX_TOKENS
+    turns: list[str] = []
+    for index, turn in enumerate(episode.turns):
+        turns.append(_turn(index, turn, spell, single=room > 0))
+        room -= len(turn.tokens)
+    body = [
+        f"<p class='brand'><a href='../index.html'>headrace eval</a></p><h1>{text(key)}</h1>",
+        _cards(episode),
+        f"<section><h2>Row</h2><pre>{text(_as_json(row), 20_000)}</pre></section>",
+        _graph(episode) if episode.turns else "<section>It has no turns.</section>",
+        *turns,
+        "<p class='faint'>Sampled tokens are coloured by how likely they were: none ≥ 90 %, then ≥ 50 %, ≥ 10 %, "
+        "≥ 1 %, less. Hold the pointer over one for its number, logprob and version.</p>",
+    ]
+    return page(f"{key} · headrace", "\n".join(body))
+
+
+def _as_json(row: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
+    except (TypeError, ValueError, OverflowError):
+        return str(row)
+
+
+def _cards(episode: EpisodeGraph) -> str:
+    sampled = [turn for turn in episode.turns if turn.stop_reason is not None]
+    branches = len(episode.leaves())
+    cards = [
+        ("reward", figure(episode.reward), ""),
+        ("status", str(episode.status), episode.cause),
+        ("sampled tokens", f"{episode.num_sampled:,}", f"in {len(sampled)} answer{'' if len(sampled) == 1 else 's'}"),
+        ("turns", f"{len(episode.turns)}", f"{branches} branches" if branches > 1 else ""),
+        *((name, figure(value), "part of the reward") for name, value in episode.parts.items()),
+        *((name, figure(value), "reward of the agent") for name, value in episode.agent_rewards.items()),
+        *((name, str(value), "logged by a reward") for turn in sampled for name, value in turn.extra.items()),
+    ]
+    shown = (
+        f"<div><dt>{text(label, 80)}</dt><dd>{text(value, 80)}<small>{text(words, 2000)}</small></dd></div>"
+        for label, value, words in cards
+    )
+    return f"<dl class='cards'>{''.join(shown)}</dl>"
+
+
+def _lanes(turns: Sequence[Turn]) -> list[int]:
+    """The branch that each turn is drawn in: the first that continues a turn stays in its own."""
+    lanes: list[int] = []
+    continued: set[int] = set()
+    num_lanes = 0
+    for turn in turns:
+        if turn.parent is not None and turn.parent not in continued:
+            lanes.append(lanes[turn.parent])
+            continued.add(turn.parent)
+        else:
+            lanes.append(num_lanes)
+            num_lanes += 1
+    return lanes
+
+
+def _graph(episode: EpisodeGraph) -> str:
+    """Turns from top to bottom, in the order they were begun; branches side by side."""
+    lanes = _lanes(episode.turns)
+    places = [(14 + _LANE * lane, 16 + _STEP * index) for index, lane in enumerate(lanes)]
+    left = 28 + _LANE * max(lanes)
+    lines, marks = [], []
+    for index, (turn, (x, y)) in enumerate(zip(episode.turns, places, strict=True)):
+        if turn.parent is not None:
+            x0, y0 = places[turn.parent]
+            lines.append(f"<path d='M{x0} {y0} C{x0} {y0 + _STEP}, {x} {y - _STEP}, {x} {y}'/>")
+        kind = "sampled" if turn.stop_reason is not None else "given"
+        words = f"{index} · {turn.author} · {plural(len(turn.tokens), 'token')}"
+        earned = f" · {figure(turn.reward)}" if turn.reward is not None else ""
+        marks.append(
+            f"<a href='#turn-{index}'><circle class='{kind}' cx='{x}' cy='{y}' r='6'/>"
+            f"<text x='{left}' y='{y + 5}'>{text(words + earned, 200)}</text></a>"
+        )
+    height = 32 + _STEP * (len(places) - 1)
+    return (
+        "<section><h2>Turns</h2><div class='wide'>"
+        f"<svg role='img' aria-label='graph of turns' width='{left + 480}' height='{height}'>"
+        f"{''.join(lines)}{''.join(marks)}</svg></div></section>"
+    )
+
+
+def _turn(index: int, turn: Turn, spell: Spell, *, single: bool) -> str:
+    facts = [plural(len(turn.tokens), "token")]
+    facts += [f"continues {turn.parent}"] if turn.parent is not None else []
+    facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
+    facts += [f"earned {figure(turn.reward)}"] if turn.reward is not None else []
+    facts += [f"process reward {figure(turn.process)}"] if turn.process is not None else []
+    facts += [f"branch {turn.branch.number} of pivot {turn.branch.pivot}"] if turn.branch is not None else []
+    facts += [f"carries no loss: {turn.untrained}"] if turn.untrained else []
+    facts += ["an error"] if turn.failed else []
+    ids = turn.tokens.ids_T.tolist()
+    said = "".join(_tokens(turn, spell)) if single and turn.stop_reason is not None else text(spell(ids))
+    return (
+        f"<section id='turn-{index}'><h2>{index} · {text(turn.author, 200)}</h2>"
+        f"<p class='faint'>{text(' · '.join(facts), 1000)}</p><pre>{said}</pre></section>"
+    )
+
+
+def _tokens(turn: Turn, spell: Spell) -> Iterator[str]:
+    """The tokens of a sampled turn, coloured; those that make one character together stand together."""
+    ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
+    start = 0
+    for end in range(1, len(ids) + 1):
+        said = spell(ids[start:end])
+        if "\ufffd" in said and end - start < _LONGEST_CHARACTER and end < len(ids):
+            continue
+        worst = float(tokens.logprobs_T[start:end].min())
+        told = ", ".join(
+            f"{ids[place]}: logprob {float(tokens.logprobs_T[place]):.4g}, version {int(tokens.versions_T[place])}"
+            for place in range(start, end)
+        )
+        yield f"<span class='{_level(worst)}' title='{text(told)}'>{text(said)}</span>"
+        start = end
+
+
+def _level(logprob: float) -> str:
+    if not math.isfinite(logprob):
+        return "lx"
+    return next((level for least, level in _LEVELS if logprob >= math.log(least)), "l4")

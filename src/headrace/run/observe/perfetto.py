@@ -1,0 +1,125 @@
+"""The trace of a run for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``, in the Trace Event Format.
+
+Every lane is a process, every track of it a thread: spans that overlap, as episodes do, stand side by side. Queues,
+throughput and reward are counters. Times are microseconds since the first span.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from headrace.base.errors import DataError, RunError
+from headrace.base.types.trace import Span
+from headrace.run.observe.metrics import flat
+from headrace.run.observe.rundata import RunData
+from headrace.run.observe.trace import is_wait
+
+Event = dict[str, Any]
+
+COUNTERS = {
+    "groups": ("queue/running", "queue/ready"),
+    "tokens per second": ("generated_tok_s", "trained_tok_s"),
+    "reward": ("reward_mean",),
+    "age of trained tokens": ("age_mean", "age_max"),
+}
+"""What is drawn as curves: their names, and the metrics in each."""
+_FIRST = ("engine", "learner", "sync", "scoring", "rollout")
+
+
+def write_trace(run: RunData, path: Path) -> int:
+    """Write the spans of ``run`` to ``path``, compressed where it ends in ``.gz``; the number of events.
+
+    Raises :class:`~headrace.base.errors.DataError` if the run has no trace, and :class:`~headrace.base.errors.RunError`
+    if ``path`` cannot be written.
+    """
+    if not run.spans:
+        why = next((note for note in run.notes if note.startswith("trace")), "it has no span yet")
+        raise DataError(f"{run.directory} holds no trace: {why}", remedy="name the directory of a run that has begun")
+    try:
+        with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+            return _write(file, events(run))
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}", remedy="choose another --out") from None
+
+
+def _write(file: gzip.GzipFile | BinaryIO, all_events: Iterable[Event]) -> int:
+    encoder = msgspec.json.Encoder()
+    file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+    num = 0
+    for event in all_events:
+        file.write((b",\n" if num else b"") + encoder.encode(event))
+        num += 1
+    file.write(b"\n]}\n")
+    return num
+
+
+def events(run: RunData) -> Iterator[Event]:
+    """Every event of the trace; those of one track by their start."""
+    zero_s = min(span.start_s for span in run.spans)
+    lanes: dict[str, list[Span]] = {}
+    for span in run.spans:
+        lanes.setdefault(span.lane, []).append(span)
+    ordered = sorted(lanes, key=lambda lane: (_rank(lane), lane))
+    for pid, lane in enumerate(ordered, start=1):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+        for tid, track in enumerate(tracks(lanes[lane]), start=1):
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"{lane} {tid}"}}
+            yield from (_slice(span, pid, tid, zero_s) for span in track)
+    yield from _counters(run, len(ordered) + 1, zero_s)
+
+
+def _rank(lane: str) -> int:
+    first = lane.partition("-")[0]
+    return _FIRST.index(first) if first in _FIRST else len(_FIRST)
+
+
+def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
+    told: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": "wait" if is_wait(span) else "work",
+        "pid": pid,
+        "tid": tid,
+        "ts": (span.start_s - zero_s) * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": {name: value for name, value in told.items() if value not in (-1, "")},
+    }
+
+
+def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "metrics"}}
+    for record in run.session:
+        numbers = flat(record)
+        for name, metrics in COUNTERS.items():
+            values = {metric: numbers[metric] for metric in metrics if metric in numbers}
+            if values:
+                at = (record.clock_s - zero_s) * 1e6
+                yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": max(0.0, at), "args": values}
+
+
+def tracks(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans of a lane on as few tracks as may be: on each, one ends before the next begins.
+
+    >>> spans = [Span(lane="rollout", name="episode", start_s=s, end_s=e) for s, e in ((0, 3), (1, 2), (3, 4))]
+    >>> [[(span.start_s, span.end_s) for span in track] for track in tracks(spans)]
+    [[(0, 3)], [(1, 2), (3, 4)]]
+    """
+    laid: list[list[Span]] = []
+    free: list[tuple[float, int]] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        if free and free[0][0] <= span.start_s:
+            _, place = heapq.heappop(free)
+            laid[place].append(span)
+        else:
+            place = len(laid)
+            laid.append([span])
+        heapq.heappush(free, (span.end_s, place))
+    return laid

@@ -1,0 +1,7 @@
+"""Metrics elsewhere: TensorBoard, Weights & Biases, trackio, MLflow, Prometheus; one file each."""
+
+from headrace.run.observe.writers.base import MetricWriter, RunFacts
+from headrace.run.observe.writers.posting import Posting
+from headrace.run.observe.writers.registry import WriterConfig
+
+__all__ = ["MetricWriter", "Posting", "RunFacts", "WriterConfig"]

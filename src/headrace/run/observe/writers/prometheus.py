@@ -1,0 +1,128 @@
+"""Metrics for Prometheus: the newest step at ``http://HOST:PORT/metrics``, for whoever sends the token that stands in
+the run directory."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace.base.config import Section
+from headrace.base.config.tls import refuse_half, server_context
+from headrace.base.errors import ConfigError
+from headrace.base.types.metrics import find
+from headrace.run.observe.writers.base import MetricWriter, RunFacts
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily, Metric
+
+
+TOKEN_FILE = "metrics.token"
+"""In the run directory, for this user alone: ``authorization: {credentials_file: RUN/metrics.token}`` in Prometheus'
+own settings. A run that resumes keeps it."""
+IDLE_TIMEOUT_S = 10
+"""Seconds after which a connection that brings no request is cut."""
+MAX_CONNECTIONS = 64
+
+
+class Prometheus(Section):
+    """An endpoint that is asked, with the token of ``metrics.token`` in the run directory."""
+
+    kind: Literal["prometheus"] = "prometheus"
+    host: str = "127.0.0.1"
+    """The address to listen on."""
+    port: int = Field(default=9464, ge=1, le=65535)
+    """A run that resumes wants the same one again."""
+    tls_certificate: str = ""
+    """PEM file with the certificate of the endpoint; unset: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        refuse_half("observe.writers", self.tls_certificate, self.tls_key)
+        return self
+
+    def open(self, run: RunFacts) -> MetricWriter:
+        """Raises :class:`~headrace.base.errors.ConfigError` if the port cannot be had."""
+        from prometheus_client import CollectorRegistry, make_asgi_app
+
+        from headrace.base.net.auth import TokenAuth
+        from headrace.base.net.shell import HttpServer, ShellLimits
+
+        newest = _Newest(run.name)
+        registry = CollectorRegistry()
+        registry.register(newest)
+        app = TokenAuth(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
+        if self.tls_certificate:
+            server_context(self.tls_certificate, self.tls_key)
+        server = HttpServer(
+            app,
+            ShellLimits(
+                idle_timeout_s=IDLE_TIMEOUT_S, max_connections=MAX_CONNECTIONS,
+                tls_certificate=self.tls_certificate, tls_key=self.tls_key,
+            ),
+        )  # fmt: skip
+        thread = threading.Thread(target=server.run, args=([self._bound()],), name="prometheus", daemon=True)
+        thread.start()
+        newest.ends_with(partial(setattr, server, "should_exit", True), thread.join)
+        return newest
+
+    def _bound(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise ConfigError(
+                f"observe.writers: prometheus cannot listen on {self.host}:{self.port}: {error.strerror}",
+                remedy="choose another port",
+            ) from None
+
+
+def _token(file: Path) -> str:
+    if not file.exists():
+        file.touch(0o600)
+        file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
+
+
+class _Newest:
+    """A collector: the newest step as gauges; environment, agent, reason and the like are labels."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._values: Mapping[str, float] = {}
+        self._ends: tuple[Callable[[], object], ...] = ()
+
+    def ends_with(self, *ends: Callable[[], object]) -> None:
+        self._ends = ends
+
+    def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        self._values = {**values, "step": float(step), "step_unix_s": unix_s}
+
+    def close(self) -> None:
+        for end in self._ends:
+            end()
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, value in self._values.items():
+            found = find(name)
+            stem, words, kind, label = name, f"{name}, of the loss", "", ""
+            if found is not None:
+                row, label = found
+                stem, words, kind = row.stem, f"{row.what} ({row.unit or 'a number'})", row.label
+            full = "headrace_" + re.sub(r"[^A-Za-z0-9_]+", "_", stem)
+            if full not in families:
+                families[full] = GaugeMetricFamily(full, words, labels=["run", *([kind] if kind else [])])
+            families[full].add_metric([self._run, *([label] if kind else [])], value)
+        yield from families.values()

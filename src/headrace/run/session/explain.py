@@ -1,0 +1,203 @@
+"""A dry run: what will happen in words, the settings that differ from their defaults, and all of them on request."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pydantic
+
+from headrace.base.environ import num_cores
+from headrace.launch.config import threads
+from headrace.learner.companions.fit import columns_of
+from headrace.models.devices import CPU
+from headrace.models.hub import pinned
+from headrace.rollout.environments.agents import TrainedAgent
+from headrace.run.observe.words import plural
+from headrace.run.session.config import RunConfig
+from headrace.run.session.engine_fit import slower_here
+from headrace.run.session.prepare import Prepared
+
+
+def explain(prepared: Prepared) -> str:
+    """A paragraph about what will happen."""
+    config = prepared.config
+    flow, cores = config.flow, num_cores()
+    episodes = flow.groups_per_step * flow.group_size
+    epochs = config.run.steps * flow.groups_per_step / len(prepared.tasks)
+    pace = "generation and training take turns" if flow.greatest_age == 0 else (
+        f"generation runs up to {plural(flow.effective_lead, 'batch', 'batches')} ahead; no token is trained at an "
+        f"age over {flow.greatest_age}"
+    )  # fmt: skip
+    lines = [
+        f"{plural(len(prepared.tasks), 'task')}, {len(prepared.eval_tasks):,} held out; "
+        f"{plural(config.run.steps, 'step')} of {plural(flow.groups_per_step, 'group')} × {flow.group_size} = "
+        f"{plural(episodes, 'episode')} a step, {plural(float(f'{epochs:.3g}'), 'epoch')}.",
+        *_selection(config, len(prepared.tasks)),
+        f"Up to {plural(config.engine.max_new_tokens, 'new token')}, {prepared.max_context} with the prompt; {pace}.",
+        *(_on_cluster(config) if config.launch.remote else _here(prepared, cores)),
+        *_others(config),
+        *_servers(config),
+    ]
+    learner = config.learner.serving(columns_of(config.algo))
+    uses = {"reference": "the reference (metric kl_ref)", "old": "π_old", "teachers[0]": "the teacher"}
+    lines += [f"{uses[name][0].upper()}{uses[name][1:]} is {policy}." for name, policy in learner.policies.items()]
+    served = learner.served_teachers.items()
+    lines += [
+        f"Teacher {name!r} is {teacher}." if name else f"The teacher is {teacher}." for name, (teacher, _) in served
+    ]
+    own = config.model.adapter_agents
+    lines += [f"Agent {agent.name!r} is {agent}." for agent in config.env.agents if agent.name not in own]
+    lines += [f"Agent {name!r} trains an adapter of its own, beside the policy's." for name in own]
+    return "\n".join(lines)
+
+
+class Changed(NamedTuple):
+    """A setting that is not as it is by default."""
+
+    name: str
+    """As ``--set`` takes it."""
+    value: Any
+    default: Any
+    words: str
+    """The first sentence of its description."""
+
+
+def changed(config: RunConfig) -> list[Changed]:
+    """The settings of a run that differ from their defaults, in the order of a run file."""
+    usual = RunConfig.model_validate({"model": {"path": config.model.path}})
+    return [
+        Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
+        *_changed(config, usual, ""),
+    ]
+
+
+def changed_in_words(config: RunConfig, width: int) -> str:
+    """A line for each setting that differs from its default, and what it means, for a terminal of ``width`` columns."""
+    lines = ["Set here, where the default is another:"]
+    for name, value, default, words in changed(config):
+        usual = "" if name == "model.path" else f"  (default {_value(default)})"
+        lines.append(f"  {name} = {_value(value)}{usual}")
+        lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def every_setting(config: RunConfig) -> str:
+    """All settings as lines like those of a run file."""
+    lines: list[str] = []
+    for section, settings in config.model_dump(mode="json").items():
+        lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
+    return "\n".join(lines[1:])
+
+
+def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
+    for key, shown in found.model_dump(mode="json").items():
+        here, there = (model.model_dump()[key] for model in (found, usual))
+        inside, beside = (dict(model)[key] for model in (found, usual))
+        if here == there:
+            continue
+        if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
+            yield from _changed(inside, beside, f"{above}{key}.")
+        else:
+            value = _given(inside) if isinstance(inside, pydantic.BaseModel) else shown
+            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
+
+
+def _given(table: pydantic.BaseModel) -> dict[str, Any]:
+    """What of a table is not as it is by default, with its kind."""
+    fields = type(table).model_fields
+    shown = table.model_dump(mode="json")
+    return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
+
+
+def _sentence(section: pydantic.BaseModel, key: str) -> str:
+    described = " ".join((type(section).model_fields[key].description or "").replace("``", "").split())
+    return re.split(r"(?<=[.;]) ", described)[0].rstrip(".;")
+
+
+def _servers(config: RunConfig) -> list[str]:
+    """What samples, where that is not the embedded engine."""
+    engine = config.engine
+    if engine.kind == "native":
+        return []
+    urls, python = engine.server.urls, engine.server.python or "this environment"
+    where = f"at {', '.join(urls)}" if urls else f"that each engine starts from {python}"
+    return [f"Answers are sampled by {engine.kind}, {where}."]
+
+
+def _others(config: RunConfig) -> list[str]:
+    """What machines that join are for."""
+    if not config.launch.join:
+        return []
+    here = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
+    return [f"Other machines may join at {config.launch.join} with workers for environments, {here}."]
+
+
+def _here(prepared: Prepared, cores: int) -> list[str]:
+    """What the parts may compute with on this machine, and on which devices."""
+    config = prepared.config
+    return [
+        f"{_engines(config, threads(config.launch.engine_threads, cores))}; learner: "
+        f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
+        *_where(prepared),
+        *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
+    ]
+
+
+def _on_cluster(config: RunConfig) -> list[str]:
+    """What the parts ask a cluster for."""
+    ray, ranks = config.launch.ray, config.learner.parallel.world
+    learner = "the learner" if ranks == 1 else f"each of {ranks} ranks of the learner"
+    engine = "the engine" if config.engine.count == 1 else f"each of {config.engine.count} engines"
+    return [
+        f"On the Ray cluster {ray.address!r}: {learner} asks for {ray.learner}, {engine} for {ray.engine}; the "
+        "controller stays here."
+    ]
+
+
+def _engines(config: RunConfig, num_threads: int) -> str:
+    """How many engines there are, and what each may compute with."""
+    count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
+    count += len(config.learner.served_teachers)
+    if count == 1:
+        return f"Engine: {plural(num_threads, 'thread')}"
+    return f"{count} engines of {plural(max(1, num_threads // count), 'thread')} each"
+
+
+def _where(prepared: Prepared) -> list[str]:
+    """Which devices compute, and how their memory is divided."""
+    devices = prepared.devices
+    lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
+    for device in dict.fromkeys(each for each in devices.engines if each != CPU):
+        share = prepared.config.engine.of_one(devices.engines.index(device), devices).cache_share
+        rest = "; what remains is the learner's" if device in devices.learner else ""
+        count = devices.engines.count(device)
+        who = "The engine keeps" if count == 1 else f"Each of {count} engines keeps"
+        lines.append(
+            f"{who} two copies of the weights on {device}, and a cache of at most {share:.0%} of "
+            f"the memory that is free then{rest}."
+        )
+    return lines
+
+
+def _selection(config: RunConfig, num_rows: int) -> list[str]:
+    """Which groups are attempted and kept, where that is not all of them."""
+    lines: list[str] = []
+    if config.data.epochs is not None:
+        groups = config.data.epochs * num_rows
+        steps = groups // config.flow.groups_per_step
+        lines.append(
+            f"data.epochs={config.data.epochs} makes {plural(groups, 'group')}: the run ends after "
+            f"{plural(steps, 'step')} at most."
+        )
+    if config.flow.filters:
+        names = ", ".join(each.kind for each in config.flow.filters)
+        lines.append(f"Filters, in this order: {names}; a dropped group is made up for by another.")
+    return lines
+
+
+def _value(value: object) -> str:
+    return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)

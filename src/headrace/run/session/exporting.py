@@ -1,0 +1,164 @@
+"""What was trained, as the plain files that any Hugging Face program loads.
+
+run ──▶ its newest whole checkpoint ─┬─ a model: its files, byte for byte, however many ranks wrote them
+checkpoint, or a saved policy ───────┘─ an adapter: merged into its base, or by itself as peft has it; that of an
+                                        agent, where agents have trained their own
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from safetensors import SafetensorError
+
+from headrace.base.errors import CheckpointError, ConfigError, nearest
+from headrace.control.recovery import starting_point
+from headrace.control.saving import CHECKPOINTS
+from headrace.learner import checkpoint
+from headrace.learner.checkpoint.snapshot import STATE_FILE
+from headrace.learner.checksums import verify
+from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, whole_or_nothing
+from headrace.models.config import AGENTS
+from headrace.models.hub import is_hub_name, local_directory
+from headrace.rollout.environments.agents import POLICY
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+"""Patterns of what a directory of weights holds that others read, beside the tokenizer's; the optimizer is not."""
+
+AdapterForm = Literal["merged", "separate"]
+NumberFormat = Literal["float32", "bfloat16"]
+
+
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """What was written."""
+
+    source: str
+    """The checkpoint it is from."""
+    directory: str
+    kind: Literal["model", "merged adapter", "adapter"]
+    agent: str = ""
+    """Whose adapter, where agents have trained their own; empty: the policy's."""
+    lost_share: float | None = None
+    """Of the weights that an adapter changes, those that are the base's again in the number format that was written;
+    ``None`` where nothing was merged."""
+
+
+def export(
+    where: Path,
+    out: Path,
+    adapter: AdapterForm | None = None,
+    dtype: NumberFormat | None = None,
+    agent: str = "",
+) -> Exported:
+    """Write what the run or checkpoint ``where`` trained into ``out``, which appears whole or not at all.
+
+    ``adapter`` says what becomes of an adapter (merged, if not said), ``dtype`` in which number format it is merged
+    (float32), ``agent`` whose adapter is meant where agents have trained their own (``policy``: the policy's). Raises
+    :class:`~headrace.base.errors.ConfigError` for what is not there to be exported and for an ``out`` that is there
+    already, :class:`~headrace.base.errors.CheckpointError` where it cannot be written, and
+    :class:`~headrace.base.errors.ModelError` for a base that is gone.
+    """
+    checkpoint_dir, out = _source(where), out.expanduser().absolute()
+    source = _of_agent(checkpoint_dir, agent)
+    adapted = (source / ADAPTER_FILES[0]).is_file()
+    _refuse_unused(source, adapted, adapter, dtype)
+    unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise FileExistsError("it is there already")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}", remedy="name a directory that does not exist") from None
+    lost_share = None
+    try:
+        if adapted and adapter != "separate":
+            lost_share = _merge(source, unfinished, dtype or "float32")
+        else:
+            files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
+            _copy([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
+        unfinished.replace(out)
+        flush_one(out.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{out} cannot be written: {error}", remedy=f"make room at {out.parent} (df -h), or name another directory"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    kind: Literal["model", "merged adapter", "adapter"] = "model"
+    if adapted:
+        kind = "adapter" if lost_share is None else "merged adapter"
+    whose = "" if agent == POLICY else agent
+    return Exported(source=str(source), directory=str(out), kind=kind, agent=whose, lost_share=lost_share)
+
+
+def _of_agent(source: Path, agent: str) -> Path:
+    """The directory of the adapter that is meant."""
+    found = sorted(path.name for path in (source / AGENTS).glob("*"))
+    known = [POLICY, *found] if found else []
+    if known and not agent:
+        raise ConfigError(
+            f"{source} holds an adapter for each of {', '.join(known)}",
+            remedy=f"say which: --agent {found[0]}",
+        )
+    if agent and agent not in known:
+        if not known:
+            raise ConfigError(f"--agent {agent}: {source} holds no adapters of agents", remedy="leave --agent out")
+        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, known))
+    return source / AGENTS / agent if agent in found else source
+
+
+def _source(where: Path) -> Path:
+    """A directory with weights."""
+    source = where.expanduser().absolute()
+    if (source / CHECKPOINTS).is_dir():
+        snapshot = starting_point(source).snapshot
+        if snapshot is None:
+            raise ConfigError(f"the run {where} has no whole checkpoint yet", remedy="let it reach its first one")
+        return snapshot
+    if not any(source.glob("*.safetensors")):
+        raise ConfigError(
+            f"{where} is neither a run nor a checkpoint",
+            remedy="name the directory of a run, of one of its checkpoints, or of a saved policy",
+        )
+    if (source / STATE_FILE).is_file():
+        checkpoint.read_state(source)  # refuses one that is not whole
+    else:
+        verify(source)
+    return source
+
+
+def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
+    if adapter is not None and not adapted:
+        raise ConfigError(
+            f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
+        )
+    if dtype is not None and (not adapted or adapter == "separate"):
+        raise ConfigError(
+            f"--dtype {dtype}: nothing is merged, files are copied as they are",
+            remedy="leave --dtype out, and give dtype to from_pretrained when you load them",
+        )
+
+
+def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
+    from headrace.models.lora import read_adapter
+    from headrace.models.merge import export_merged
+
+    tree, _ = read_adapter(source)
+    name, revision = tree["base_model_name_or_path"], tree.get("revision")
+    base = local_directory(f"{name}@{revision}" if revision and is_hub_name(name) else name, "the adapter's base")
+    return export_merged(Path(base), source, out, dtype).lost_share
+
+
+def _copy(paths: Iterable[Path], out: Path) -> None:
+    files = sorted(set(paths))
+    out.mkdir()
+    with whole_or_nothing(out, sum(path.stat().st_size for path in files) + SLACK_BYTES):
+        for path in files:
+            shutil.copyfile(path, out / path.name)

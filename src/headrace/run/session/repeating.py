@@ -1,0 +1,375 @@
+"""``headrace train --replay RUN``: a whole recorded run once more, bit for bit.
+
+    of the recorded run                   in the replay
+    settings, rows, seed                  the same: what differs is refused
+    interleaving-engine.jsonl             the engine is told the same before the same steps
+    ledger: the groups of every step      the flow makes the same batches
+    ledger: episodes                      tokens, logprobs, versions and rewards are compared as they come
+    ledger: the weights' hashes           every version is compared when it is committed
+
+Rewards are computed again, and so are all weights. Nothing else decides: draws follow from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ConfigError, LedgerError, ReplayDiffers
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
+from headrace.control import ControlSettings, Summary
+from headrace.control.controller import RECOVERY
+from headrace.control.recovery import starting_point
+from headrace.flow.ledger import Ledger, LedgerWriter
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
+from headrace.flow.ledger.opening import open_ledger
+from headrace.flow.policies.recorded import RecordedPolicy
+from headrace.launch.interleaving import EngineInput, Handled, interleaving_file, read_interleaving
+from headrace.launch.order import Facts, LaunchOrder
+from headrace.launch.starts import Repeated
+from headrace.rollout.environments.agents import TrainedAgent
+from headrace.rollout.runner import episode_seed
+from headrace.run.session.config import RunConfig, load_config
+from headrace.run.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
+from headrace.run.session.models import as_recorded
+from headrace.run.session.prepare import Prepared
+
+FREE = (
+    *("observe", "run.dir", "run.stall_timeout_s", "run.keep_checkpoints"),
+    *("launch.start_timeout_s", "launch.engine_restarts", "launch.engine_silence_s"),
+)
+"""Settings that may differ: none of them touches a token."""
+BY_THE_CLOCK = frozenset({"env_timeout", "reward_timeout", "reward_crashed"})
+"""Ends of episodes that no record can repeat."""
+PATIENCE_S = 24 * 3600.0
+"""How long an attempt or a commit may take in a replay: they wait for the recorded moment."""
+PATIENT = 0.8
+"""The engine speaks up after this share of the stall timeout: it knows better what it waits for."""
+
+
+def recorded_settings(run_dir: Path) -> dict[str, Any]:
+    """The settings of the run in ``run_dir``, for a run in another directory."""
+    try:
+        tree = read_sealed(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
+    tree["run"] = {**tree["run"], "dir": ""}
+    return tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRecording:
+    """A run that can be repeated."""
+
+    run_dir: Path
+    config: RunConfig
+    ledger: Ledger
+    facts: Facts
+    """What its parts said of themselves."""
+    checksums: Mapping[int, str]
+    """What the weights of every version that it committed hash to."""
+    steps: Mapping[int, tuple[int, ...]]
+    """The groups of every step that it trained."""
+    rows: tuple[int, ...]
+    """The dataset row of every group."""
+    handled: tuple[Handled, ...]
+    """What its engine was told."""
+
+    @classmethod
+    def open(cls, run_dir: Path) -> ReplayRecording:
+        """The run in ``run_dir``, for reading. Raises :class:`~headrace.base.errors.ConfigError`, with the reason, for
+        one
+        that cannot be repeated."""
+        config = load_config(recorded_settings(run_dir))
+        try:
+            ledger = open_ledger(run_dir)
+        except LedgerError as error:
+            raise _refused(run_dir, f"it has no ledger ({error.problem})") from None
+        try:
+            return cls._read(run_dir, config, ledger)
+        except BaseException:
+            ledger.close()
+            raise
+
+    @classmethod
+    def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> ReplayRecording:
+        lives = sum(kind == "start" for kind, _, _ in ledger.notes())
+        if lives > 1:
+            raise _refused(run_dir, f"it has {lives} lives, and what was told the engine is lost where one ended")
+        died = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
+        if died:
+            raise _refused(run_dir, f"a part of it was started again while it ran ({died[0]})")
+        frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
+        if frozen:
+            raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        if config.learner.served_teachers:
+            raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
+        if config.flow.pivots is not None:
+            raise _refused(run_dir, "flow.pivots is set, and when branches were asked for is not recorded")
+        if config.engine.kind != "native":
+            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws no seed fixes")
+        if config.engine.count > 1:
+            raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+        fates = ledger.conservation()
+        by_clock = BY_THE_CLOCK & (fates.groups.dropped.keys() | fates.episodes.dropped.keys())
+        if by_clock:
+            raise _refused(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+        path = run_dir / interleaving_file("engine")
+        if not path.exists() or not (run_dir / FACTS_FILE).exists():
+            raise _refused(run_dir, f"{path.name} or {FACTS_FILE} is missing: what its engine was told is not recorded")
+        steps = ledger.steps()
+        if not steps or sorted(steps) != list(range(len(steps))):
+            raise _refused(run_dir, f"its ledger holds {len(steps)} steps, and not one after the other from the first")
+        handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
+        missing = checksums.keys() - {each.version for each in handled}
+        if missing:
+            raise _refused(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
+        attempts = ledger.attempts(0)
+        return cls(
+            run_dir=run_dir,
+            config=config,
+            ledger=ledger,
+            facts=read_sealed(run_dir / FACTS_FILE),
+            checksums=checksums,
+            steps=steps,
+            rows=tuple(attempt.row for attempt in attempts),
+            handled=handled,
+        )
+
+    def refuse_other(self, prepared: Prepared) -> None:
+        """:class:`~headrace.base.errors.ConfigError` where settings or rows are not those of the run."""
+        mine, theirs = _flat(prepared.config), _flat(self.config)
+        for key in sorted(mine.keys() | theirs.keys()):
+            free = any(key == one or key.startswith(f"{one}.") for one in FREE)
+            if not free and mine.get(key) != theirs.get(key):
+                raise ConfigError(
+                    f"{key}={mine.get(key)!r}, and the run in {self.run_dir} has {theirs.get(key)!r}: it would be "
+                    "another run",
+                    remedy=f"leave {key} out; a replay may change only {', '.join(FREE)}",
+                )
+        before = starting_point(self.run_dir).fingerprint
+        if before not in ("", replace(prepared, config=self.config).fingerprint()):
+            raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
+
+    def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
+        """What is launched: the recorded threads and cache, and no clock that ends an attempt."""
+        engine, learner = self.facts["engine"], self.facts["learner"]
+        world = order.learner.parallel.world
+        launch = {
+            "engine_restarts": 0,
+            "engine_threads": engine["threads"],
+            "learner_threads": int(learner["threads"]) * world,
+        }
+        from headrace.models.paged.base import BLOCK
+
+        cache = {"cache_tokens": int(engine["cache_blocks"]) * BLOCK, "cache_share": None}
+        return replace(
+            order,
+            engine=order.engine.model_copy(update=cache),
+            env=order.env.model_copy(update={"timeout_s": PATIENCE_S}),
+            sync=order.sync.model_copy(update={"deadline_s": PATIENCE_S}),
+            launch=order.launch.model_copy(update=launch),
+            repeats=Repeated(
+                interleaving=str(self.run_dir / interleaving_file("engine")),
+                deadline_s=PATIENT * stall_timeout_s,
+                seed=self.config.run.seed,
+                num_groups=len(self.rows),
+                group_size=self.config.flow.group_size,
+            ),
+        )
+
+    def settings(self, settings: ControlSettings) -> ControlSettings:
+        """What the controller is told: as many steps, of the same groups."""
+        policy = settings.flow.policy
+        recorded = RecordedPolicy(
+            starts=self._starts(),
+            steps=self.steps,
+            dropped_stale=policy.drops_stale,
+            masked_stale=policy.masks_stale,
+        )
+        return replace(
+            settings,
+            run=settings.run.model_copy(update={"steps": len(self.steps)}),
+            flow=settings.flow.model_copy(update={"policy": recorded}),
+            order=self.rows.__getitem__,
+            curriculum=None,
+        )
+
+    def _starts(self) -> tuple[int, ...]:
+        """By group, the version that its engine had when it was told of the first request of it or of a later one."""
+        size, seed = self.config.flow.group_size, self.config.run.seed
+        groups = {
+            episode_seed(seed, EpisodeKey(number, place)): number
+            for number in range(len(self.rows))
+            for place in range(size)
+        }
+        never = max(self.checksums, default=0) + len(self.steps) + 1
+        starts = [never] * len(self.rows)
+        version = 0
+        for each in self.handled:
+            if each.told is EngineInput.COMMIT and each.version is not None:
+                version = each.version
+            elif each.told is EngineInput.GENERATE:
+                for number in {groups[one] for one in each.seeds if one in groups}:
+                    starts[number] = min(starts[number], version)
+        for number in reversed(range(len(starts) - 1)):
+            starts[number] = min(starts[number], starts[number + 1])
+        return tuple(starts)
+
+    def refuse_machine(self, facts: Facts) -> None:
+        """:class:`~headrace.base.errors.ConfigError` where parts say something else of themselves than they did."""
+        for role, known in self.facts.items():
+            for name, value in facts[role].items():
+                if name != "weights_address" and known.get(name) != value:
+                    raise _refused(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
+
+
+@contextmanager
+def opened(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[ReplayRecording | None]:
+    """The run in the directory ``replay``, which what is ``prepared`` repeats; ``None`` for an empty name."""
+    if not replay:
+        yield None
+        return
+    if resume:
+        raise ConfigError("a replay cannot be resumed", remedy="leave --resume out, and choose a new run.dir")
+    if prepared.config.launch.lend_cores:
+        raise ConfigError(
+            "launch.lend_cores=true: how many cores a part had at which step is not recorded, and bits depend on it",
+            remedy="replay runs that lent no cores",
+        )
+    recording = ReplayRecording.open(Path(replay))
+    try:
+        recording.refuse_other(prepared)
+        yield recording
+    finally:
+        recording.ledger.close()
+
+
+class ReplayComparison:
+    """A ledger's writer that holds what is recorded against ``recording``, and raises
+    :class:`~headrace.base.errors.ReplayDiffers` at the first difference."""
+
+    def __init__(self, writer: LedgerWriter, recording: ReplayRecording) -> None:
+        self._writer = writer
+        self._recording = recording
+        self._expected: dict[int, dict[int, EpisodeGraph]] = {}
+        self._left = dict(recording.checksums)
+
+    def write(self, operation: Operation) -> None:
+        match operation:
+            case EndEpisode(episode=episode) if self._left:  # later ones are made under no recorded order
+                self._compare(episode)
+            case CommitVersion():
+                self._check(operation)
+        self._writer.write(operation)
+
+    async def flush(self, *, durable: bool = False) -> None:
+        await self._writer.flush(durable=durable)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def finish(self, summary: Summary) -> Summary:
+        """The summary with how many versions agree: all of them, or it raises."""
+        if self._left:
+            raise ReplayDiffers(
+                f"{self._agreed()}; the replay ended before version {min(self._left)}: {summary.cause or 'stopped'}",
+                remedy="let it run to its end",
+            )
+        return msgspec.structs.replace(summary, versions_agree=len(self._recording.checksums))
+
+    def _check(self, commit: CommitVersion) -> None:
+        expected = self._left.get(commit.version)
+        if expected is None:
+            return
+        if expected != commit.checksum:
+            why = "what trained it is the same to the bit" if commit.version else "nothing was trained yet"
+            raise ReplayDiffers(
+                f"{self._agreed()}; version {commit.version} has other weights than in {self._recording.run_dir}: "
+                f"their hash is {commit.checksum}, and was {expected}; {why}",
+                remedy="use the same software and model directory; headrace ledger RUN --replay trains the recorded "
+                "batches alone",
+            )
+        del self._left[commit.version]
+
+    def _agreed(self) -> str:
+        total = len(self._recording.checksums)
+        return f"{total - len(self._left)} of {total} versions agree"
+
+    def _compare(self, now: EpisodeGraph) -> None:
+        number, place = now.key.group, now.key.place
+        if number not in self._expected:
+            self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
+        then = self._expected[number].pop(place, None)
+        if not self._expected[number]:
+            del self._expected[number]
+        if then is None or now.status is EpisodeStatus.LEFT_OUT:  # unfinished; or withdrawn, a little earlier or later
+            return
+        problem = difference(now, then)
+        if problem:
+            raise ReplayDiffers(
+                f"group {number} episode {place}: {problem} in {self._recording.run_dir}",
+                remedy="make the reward function, and what it asks, give the same again"
+                if problem.startswith("its reward")
+                else "use the same software on the same kind of machine; if that is so, the record is damaged",
+            )
+
+
+def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
+    """The first thing in which two episodes differ, to be followed by where the other one is; empty where they are bit
+    for bit the same."""
+    if len(now.turns) != len(then.turns):
+        return f"it has {len(now.turns)} turns, and {len(then.turns)}"
+    for index, (turn, other) in enumerate(zip(now.turns, then.turns, strict=True)):
+        problem = _turns_differ(turn, other)
+        if problem:
+            return f"turn {index}, {problem}"
+    failed = EpisodeStatus.FAILED
+    if (now.status is failed) != (then.status is failed):
+        return f"it is {now.status} ({now.cause or 'no cause'}), and was {then.status} ({then.cause or 'no cause'})"
+    if now.reward != then.reward:
+        return f"its reward is {now.reward!r}, and was {then.reward!r}"
+    return ""
+
+
+def _turns_differ(now: Turn, then: Turn) -> str:
+    length, other = len(now.tokens), len(then.tokens)
+    both = min(length, other)
+    for name, mine, theirs in (
+        ("is token", now.tokens.ids_T, then.tokens.ids_T),
+        ("is of version", now.tokens.versions_T, then.tokens.versions_T),
+        ("has the logprob", now.tokens.logprobs_T, then.tokens.logprobs_T),
+    ):
+        apart = np.flatnonzero(mine[:both].view(np.int32) != theirs[:both].view(np.int32))
+        if len(apart):
+            at = int(apart[0])
+            return f"position {at} {name} {mine[at]!s}, and {theirs[at]!s}"
+    return "" if length == other else f"it has {length} tokens, and {other}"
+
+
+def _flat(config: RunConfig) -> dict[str, Any]:
+    """Every setting by its dotted name."""
+    found: dict[str, Any] = {}
+
+    def walk(prefix: str, tree: dict[str, Any]) -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict) and value:
+                walk(f"{prefix}{key}.", value)
+            else:
+                found[f"{prefix}{key}"] = value
+
+    walk("", as_recorded(config))
+    return found
+
+
+def _refused(run_dir: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"the run in {run_dir} cannot be replayed: {why}",
+        remedy="replay another run; headrace ledger RUN --replay trains the batches of any",
+    )

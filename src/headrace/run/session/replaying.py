@@ -1,0 +1,115 @@
+"""``headrace ledger RUN --replay``: the batches of a recorded run, given once more to a fresh learner."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import torch
+
+from headrace.algo.objective import Objective
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores
+from headrace.base.errors import ConfigError, LedgerError
+from headrace.base.types.batch import Batch
+from headrace.base.types.scored import ScoredGroup
+from headrace.control.credit import credit
+from headrace.control.loops.feeding import collate, without_stale, without_untaught
+from headrace.control.loops.syncing import version_checksum
+from headrace.flow.ledger import Ledger
+from headrace.launch.config import threads
+from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.models import load_model
+from headrace.models.devices import use
+from headrace.models.weights import weight_tensors
+from headrace.run.session.config import RunConfig, load_config
+from headrace.run.session.directory import CONFIG_FILE, read_sealed
+from headrace.run.session.models import with_local_models
+from headrace.sync.config import Route
+from headrace.sync.transports import make_publisher
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the weights of a fresh learner are those of the run."""
+
+    steps: int
+    """That were made again."""
+    agree: list[int]
+    """Versions whose weights are bit for bit those that the run committed."""
+    differ: list[int]
+    """Versions whose weights are not; after the first the others cannot agree either."""
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first version that differs; ``None``: the run is what its ledger says."""
+        return min(self.differ, default=None)
+
+
+def replay(run_dir: Path, ledger: Ledger, tell: Callable[[str], None] = lambda _: None) -> Replay:
+    """Train a fresh learner on every batch that ``ledger`` holds of the run in ``run_dir``, from its first step on, and
+    hold the weights' hashes against those of the versions that were committed.
+
+    Raises :class:`~headrace.base.errors.ConfigError` for a run whose learner has several ranks.
+    """
+    config = with_local_models(_settings(run_dir))
+    steps, recorded = ledger.steps(), ledger.checksums()
+    if sorted(steps) != list(range(len(steps))):
+        raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
+    torch.set_num_threads(threads(config.launch.learner_threads, num_cores()))
+    device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
+    model = load_model(config.model, str(device))
+    context = LearnerContext(
+        temperature=config.engine.temperature,
+        total_steps=config.run.steps,
+        model_dir=Path(config.model.path),
+        clock=RealClock(),
+    )
+    learner = LearnerCore(model, config.learner, Objective.build(config.algo), context)
+    agree: list[int] = []
+    differ: list[int] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-replay-") as scratch,
+        closing(make_publisher(_route(config, Path(scratch)), weight_tensors(model))) as publisher,
+    ):
+        for version in range(len(steps) + 1):
+            if version:
+                learner.train(_batch(config, ledger, version - 1, steps[version - 1]))
+            publisher.copy(version % 2)
+            checksum = version_checksum(publisher.announce(version, version % 2))
+            if version in recorded:
+                same = checksum == recorded[version]
+                (agree if same else differ).append(version)
+                tell(f"version {version}: {'agrees' if same else 'DIFFERS'}")
+    return Replay(steps=len(steps), agree=agree, differ=differ)
+
+
+def _route(config: RunConfig, scratch: Path) -> Route:
+    """The hashes are of what would be sent, so the codec is the run's."""
+    return Route(codec=config.sync.codec, address=str(scratch / "weights"))
+
+
+def _settings(run_dir: Path) -> RunConfig:
+    try:
+        tree = read_sealed(run_dir / CONFIG_FILE)
+    except OSError as error:
+        raise ConfigError(f"{run_dir} has no settings: {error}", remedy="give the directory of a run") from None
+    config = load_config(tree)
+    if config.learner.parallel.world > 1:
+        raise ConfigError(
+            f"the learner of {run_dir} has {config.learner.parallel.world} ranks, and a replay has one",
+            remedy="replay runs of a learner of one rank",
+        )
+    return config
+
+
+def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
+    groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
+    flow = config.flow
+    weight = 1.0 if flow.pivots is None else flow.pivots.weight
+    agents = config.model.adapter_agents
+    batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight), agents)
+    oldest = step - flow.greatest_age if flow.policy.masks_stale else None
+    return without_stale(without_untaught(batch)[0], oldest)[0]

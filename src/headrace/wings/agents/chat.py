@@ -1,0 +1,293 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PlainValidator
+
+from headrace.base.net.refusal import Refusal
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.base.types.episode import StopReason
+from headrace.rollout.environments.base import AnswerPiece
+from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
+from headrace.wings.agents.reading import (  # fmt: skip
+    INT32_MAX,
+    NAME,
+    BodyPart,
+    named_answers,
+    read_choice,
+    refuse_same_names,
+    text_of,
+    token_logprobs,
+    wishes,
+)
+from headrace.wings.serve.schema import StreamOptions
+from headrace.wings.serve.strict import StrictBody, read_body, read_stop
+
+_Text = Annotated[str, PlainValidator(text_of("text"))]
+
+
+class _ChatInput(BodyPart):
+    """A message that the policy did not write."""
+
+    role: Literal["system", "developer", "user"]
+    content: _Text
+    name: str = ""
+
+    def message(self) -> Message:
+        role = "system" if self.role == "developer" else self.role
+        return Message(role=role, content=self.content, name=self.name)
+
+
+class _CalledFunction(BodyPart):
+    name: str = Field(min_length=1)
+    arguments: str = ""
+    parsed_arguments: Any = None
+    """OpenAI's client puts it there."""
+
+
+class _ChatToolCall(BodyPart):
+    id: str = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+    index: int = 0
+    """Where a stream's parts were put together by hand, it may be left."""
+
+
+class _ChatAnswer(BodyPart):
+    """A message of the policy."""
+
+    role: Literal["assistant"]
+    content: _Text = ""
+    reasoning_content: str = ""
+    reasoning: str = ""
+    """The younger name of ``reasoning_content``."""
+    tool_calls: list[_ChatToolCall] = Field(default=[])
+    refusal: Literal[""] = ""
+    annotations: list[Any] = Field(default=[], max_length=0)
+    parsed: Any = None
+    """OpenAI's client puts it there."""
+    name: str = ""
+
+    def message(self) -> Message:
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in self.tool_calls
+        ]
+        return Message(
+            role="assistant",
+            content=self.content,
+            reasoning=self.reasoning_content or self.reasoning,
+            tool_calls=tuple(calls),
+            name=self.name,
+        )
+
+
+class _ToolAnswer(BodyPart):
+    role: Literal["tool"]
+    content: _Text
+    tool_call_id: str
+    name: str = ""
+    """Known from the call."""
+
+    def message(self) -> Message:
+        return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
+
+
+class _Function(BodyPart):
+    name: str = Field(pattern=NAME)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool = False
+    """Taken for compatibility: the policy writes what it writes."""
+
+
+class _ChatTool(BodyPart):
+    type: Literal["function"]
+    function: _Function
+
+
+class _ChatBody(StrictBody):
+    ignored: ClassVar = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "seed"),
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        }
+    )
+    unsupported: ClassVar = {
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "moderation": (),
+        "web_search_options": (),
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "top_logprobs": (0,),
+    }
+    model: str = ""
+    messages: list[Annotated[_ChatInput | _ChatAnswer | _ToolAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    tools: list[_ChatTool] = Field(default=[], max_length=1024)
+    tool_choice: Annotated[str, PlainValidator(read_choice)] = "auto"
+    n: int = Field(default=1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    stop: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
+    reasoning_effort: str = ""
+    verbosity: str = ""
+    logprobs: bool = False
+    return_token_ids: bool = False
+
+    def asked(self, setting: Setting) -> EndpointRequest:
+        if self.n > setting.max_choices:
+            raise Refusal(
+                f"n={self.n} is more than {setting.max_choices}",
+                remedy=f"ask for n <= {setting.max_choices}",
+                param="n",
+            )
+        functions = [tool.function for tool in self.tools] if self.tool_choice == "auto" else []
+        tools = tuple(Tool(name=f.name, description=f.description, parameters=f.parameters) for f in functions)
+        refuse_same_names(tools)
+        return EndpointRequest(
+            messages=named_answers(message.message() for message in self.messages),
+            tools=tools,
+            options=ChatOptions(
+                max_new_tokens=self.max_completion_tokens or self.max_tokens,
+                stop=self.stop,
+            ),
+            num_choices=self.n,
+            stream=self.stream,
+            wishes=wishes(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                reasoning_effort=self.reasoning_effort,
+                verbosity=self.verbosity,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChatExchange:
+    body: _ChatBody
+    asked: EndpointRequest
+    setting: Setting
+
+    def whole(self, replies: Sequence[Reply]) -> Json:
+        choices = []
+        for index, reply in enumerate(replies):
+            message = {"role": "assistant", "refusal": None, **_message(reply.message)}
+            choices.append({"index": index, "message": message, **self.end(reply)})
+        return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
+
+    def stream(self) -> _ChatStream:
+        return _ChatStream(self)
+
+    def frame(self, kind: str, choices: list[Json]) -> Json:
+        name, created_s = f"chatcmpl-{self.setting.name}", self.setting.created_s
+        return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
+
+    def end(self, reply: Reply) -> Json:
+        """What a choice tells besides its message."""
+        logprobs = None
+        if self.body.logprobs:
+            logprobs = {"content": token_logprobs(reply, self.setting.spell), "refusal": None}
+        ids = {"token_ids": list(reply.token_ids)} if self.body.return_token_ids else {}
+        return {"logprobs": logprobs, "finish_reason": _finish(reply), "stop_reason": reply.stop_reason, **ids}
+
+
+class _ChatStream:
+    """Chunks: each adds a delta to one of the choices."""
+
+    def __init__(self, exchange: _ChatExchange) -> None:
+        self._exchange = exchange
+        self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
+        self._begun: set[int] = set()
+
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        yield from self._begin(choice)
+        for name, text in (("reasoning_content", piece.reasoning), ("content", piece.content)):
+            if text:
+                yield self._chunk(choice, {name: text})
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        for choice, reply in enumerate(replies):
+            yield from self._begin(choice)
+            for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
+                yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
+            yield self._chunk(choice, {}, **self._exchange.end(reply))
+        if self._usage:
+            yield SseEvent("", {**self._exchange.frame("chat.completion.chunk", []), "usage": _usage(replies)})
+        yield SseEvent("", "[DONE]")
+
+    def _begin(self, choice: int) -> Iterator[SseEvent]:
+        if choice not in self._begun:
+            self._begun.add(choice)
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:
+        told = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [told]), **self._usage})
+
+
+def _message(message: Message) -> Json:
+    """What the policy said; without content where it calls tools and says nothing."""
+    said: Json = {"content": message.content or (None if message.tool_calls else "")}
+    if message.reasoning:
+        said["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return said
+
+
+def _finish(reply: Reply) -> str:
+    if reply.stop_reason is not StopReason.STOP:
+        return "length"  # the protocol has no word for the other two
+    return "tool_calls" if reply.message.tool_calls else "stop"
+
+
+def _usage(replies: Sequence[Reply]) -> Json:
+    num_prompt, num_sampled = replies[0].num_prompt_tokens, sum(reply.num_tokens for reply in replies)
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
+    }  # fmt: skip
+
+
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _ChatExchange:
+    body = read_body(_ChatBody, tree)
+    if "stream_options" in body.model_fields_set and not body.stream:
+        raise Refusal(
+            "stream_options is given, and the answer is no stream",
+            remedy="set stream=true, or leave stream_options out",
+            param="stream_options",
+        )
+    given, newer = body.max_tokens, body.max_completion_tokens
+    if None not in (given, newer) and given != newer:
+        raise Refusal(
+            f"max_tokens={given} and max_completion_tokens={newer} differ",
+            remedy="give max_completion_tokens alone",
+            param="max_tokens",
+        )
+    return _ChatExchange(body=body, asked=body.asked(setting), setting=setting)
+
+
+CHAT = ChatProtocol(
+    understand=_understand,
+    refusal=Refusal.body,
+    broken=lambda refusal: SseEvent("", refusal.body()),
+    ping=b": sampling\n\n",
+)

@@ -1,0 +1,358 @@
+"""Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from headrace.base.net.refusal import Refusal
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.base.types.episode import StopReason
+from headrace.rollout.environments.base import AnswerPiece
+from headrace.wings.agents.base import ChatProtocol, EndpointRequest, Json, Setting, SseEvent
+from headrace.wings.agents.reading import (  # fmt: skip
+    INT32_MAX,
+    NAME,
+    BodyPart,
+    json_object,
+    named_answers,
+    refuse_same_names,
+    text_of,
+    wishes,
+)
+from headrace.wings.serve.strict import StrictBody, read_body, read_stop
+
+MALFORMED = "malformed_arguments"
+"""The protocol carries arguments as an object: what the policy wrote instead of one stands in a field of this name."""
+UNSIGNED = "unsigned"
+"""Clients send the signature of a thought back; nobody checks it here."""
+
+_Text = Annotated[str, PlainValidator(text_of("text"))]
+_ERRORS = {
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class _TextBlock(BodyPart):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    citations: list[Any] = Field(default=[], max_length=0)
+
+
+class _Thinking(BodyPart):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class _ToolUse(BodyPart):
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1)
+    input: dict[str, Any]
+    cache_control: Any = None
+
+    def call(self) -> ToolCall:
+        given = self.input.get(MALFORMED) if self.input.keys() == {MALFORMED} else None
+        arguments = given if isinstance(given, str) else json.dumps(self.input, ensure_ascii=False)
+        return ToolCall(id=self.id, name=self.name, arguments=arguments)
+
+
+class _ToolResult(BodyPart):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Text = ""
+    is_error: bool = False
+    cache_control: Any = None
+
+    def message(self) -> Message:
+        return Message(role="tool", content=self.content, tool_call_id=self.tool_use_id, failed=self.is_error)
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class _MessagesInput(BodyPart):
+    role: Literal["user"]
+    content: Annotated[
+        list[Annotated[_TextBlock | _ToolResult, Field(discriminator="type")]], BeforeValidator(_as_blocks)
+    ]
+
+    def messages(self) -> Iterator[Message]:
+        """Each tool's answer is a message of its own, and so is the text between them."""
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, _TextBlock):
+                texts.append(block.text)
+                continue
+            if texts:
+                yield Message(role="user", content="".join(texts))
+                texts = []
+            yield block.message()
+        if texts or not self.content:
+            yield Message(role="user", content="".join(texts))
+
+
+class _MessagesAnswer(BodyPart):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[Annotated[_TextBlock | _Thinking | _ToolUse, Field(discriminator="type")]], BeforeValidator(_as_blocks)
+    ]
+
+    def messages(self) -> Iterator[Message]:
+        """One message."""
+        yield Message(
+            role="assistant",
+            content="".join(block.text for block in self.content if isinstance(block, _TextBlock)),
+            reasoning="".join(block.thinking for block in self.content if isinstance(block, _Thinking)),
+            tool_calls=tuple(block.call() for block in self.content if isinstance(block, _ToolUse)),
+        )
+
+
+class _MessagesTool(BodyPart):
+    type: Literal["custom"] = "custom"
+    name: str = Field(pattern=NAME)
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+    """Taken for compatibility: the policy writes what it writes."""
+    cache_control: Any = None
+    eager_input_streaming: bool = False
+
+
+def _read_choice(value: object) -> str:
+    """``auto`` or ``none``."""
+    said = {name: part for name, part in value.items() if part} if isinstance(value, dict) else {}
+    if said.keys() == {"type"} and said["type"] in ("auto", "none"):
+        return str(said["type"])
+    raise PydanticCustomError(
+        "tool_choice",
+        'expected {"type": "auto"} or {"type": "none"}: nothing makes the policy call a tool, or only one at a time',
+    )
+
+
+class _Think(BodyPart):
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int = Field(default=0, ge=0)
+    """A wish: the policy thinks as long as it does."""
+    display: Literal["summarized", "omitted"] = "summarized"
+    """Never summarized: shown as it was sampled."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether the answer tells it."""
+        return self.type != "disabled" and self.display != "omitted"
+
+
+class _OutputConfig(BodyPart):
+    effort: str = ""
+
+
+class _MessagesPrompt(StrictBody):
+    """What is to be read."""
+
+    ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
+    unsupported: ClassVar = {
+        "container": (),
+        "context_management": ({},),
+        "mcp_servers": ([],),
+        "output_format": (),
+        "speed": ("standard",),
+    }
+    model: str = ""
+    system: _Text = ""
+    messages: list[Annotated[_MessagesInput | _MessagesAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    tools: list[_MessagesTool] = Field(default=[], max_length=1024)
+    tool_choice: Annotated[str, PlainValidator(_read_choice)] = "auto"
+    thinking: _Think = _Think(type="disabled")
+    output_config: _OutputConfig = _OutputConfig()
+
+    def read(self) -> tuple[Message, ...]:
+        """The conversation."""
+        opening = [Message(role="system", content=self.system)] if self.system else []
+        return named_answers([*opening, *(said for message in self.messages for said in message.messages())])
+
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        given = self.tools if self.tool_choice == "auto" else []
+        tools = tuple(Tool(name=t.name, description=t.description, parameters=t.input_schema) for t in given)
+        refuse_same_names(tools)
+        return tools
+
+
+class _MessagesBody(_MessagesPrompt):
+    max_tokens: int = Field(ge=1, le=INT32_MAX)
+    stop_sequences: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
+    stream: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, le=INT32_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MessagesExchange:
+    body: _MessagesBody
+    asked: EndpointRequest
+    setting: Setting
+
+    def whole(self, replies: Sequence[Reply]) -> Json:
+        (reply,) = replies
+        begun = self.begun(reply.num_prompt_tokens)
+        return {
+            **begun,
+            "content": self._blocks(reply.message),
+            "stop_reason": _stop_reason(reply),
+            "stop_sequence": reply.stop or None,
+            "usage": {**begun["usage"], "output_tokens": reply.num_tokens},
+        }
+
+    def stream(self) -> _MessagesStream:
+        return _MessagesStream(self)
+
+    def begun(self, num_prompt_tokens: int) -> Json:
+        """The body of an answer of which nothing has been said."""
+        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
+        return {
+            "id": f"msg_{self.setting.name}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.body.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {**usage, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
+        }
+
+    def _blocks(self, message: Message) -> list[Json]:
+        """What was said; thoughts are shown to those who asked for them: others take the first block for the text."""
+        blocks: list[Json] = []
+        if message.reasoning and self.body.thinking.shown:
+            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": UNSIGNED})
+        if message.content or not (blocks or message.tool_calls):
+            blocks.append({"type": "text", "text": message.content, "citations": None})
+        for call in message.tool_calls:
+            given = json_object(call.arguments)
+            arguments = {MALFORMED: call.arguments} if given is None else given
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
+        return blocks
+
+
+class _MessagesStream:
+    """A message whose blocks are told one after the other: what was thought, what was said, what is called."""
+
+    def __init__(self, exchange: _MessagesExchange) -> None:
+        self._exchange = exchange
+        self._is_begun = False
+        self._place = -1
+        self._open = ""
+        """Type of the block at that place that is not told to its end; empty where there is none."""
+
+    def grow(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
+        yield from self._begin(piece.num_prompt_tokens)
+        if piece.reasoning and self._exchange.body.thinking.shown:
+            yield from self._enter({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta(type="thinking_delta", thinking=piece.reasoning)
+        if piece.content:
+            yield from self._enter({"type": "text", "text": "", "citations": None})
+            yield self._delta(type="text_delta", text=piece.content)
+
+    def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
+        whole = self._exchange.whole(replies)
+        yield from self._begin(replies[0].num_prompt_tokens)
+        for block in whole["content"][self._place + 1 :]:
+            blank: Json = {"text": ""} if block["type"] == "text" else {"input": {}}
+            yield from self._enter({**block, **blank}, again=True)
+            if block["type"] == "tool_use":
+                yield self._delta(type="input_json_delta", partial_json=json.dumps(block["input"], ensure_ascii=False))
+        yield from self._leave()
+        end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+        yield _event("message_delta", delta=end, usage=whole["usage"])
+        yield _event("message_stop")
+
+    def _begin(self, num_prompt_tokens: int) -> Iterator[SseEvent]:
+        if not self._is_begun:
+            self._is_begun = True
+            yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
+
+    def _enter(self, blank: Json, *, again: bool = False) -> Iterator[SseEvent]:
+        """What is told next stands in a block of this type; ``again``: in another one than what was told last."""
+        if self._open == blank["type"] and not again:
+            return
+        yield from self._leave()
+        self._place, self._open = self._place + 1, blank["type"]
+        yield _event("content_block_start", index=self._place, content_block=blank)
+
+    def _delta(self, **delta: str) -> SseEvent:
+        return _event("content_block_delta", index=self._place, delta=delta)
+
+    def _leave(self) -> Iterator[SseEvent]:
+        if self._open == "thinking":
+            yield self._delta(type="signature_delta", signature=UNSIGNED)
+        if self._open:
+            yield _event("content_block_stop", index=self._place)
+        self._open = ""
+
+
+def _stop_reason(reply: Reply) -> str:
+    if reply.stop_reason is not StopReason.STOP:
+        return "max_tokens"  # the protocol has no word for the other two
+    if reply.stop:
+        return "stop_sequence"
+    return "tool_use" if reply.message.tool_calls else "end_turn"
+
+
+def _event(kind: str, **fields: Any) -> SseEvent:
+    return SseEvent(kind, {"type": kind, **fields})
+
+
+def _understand(tree: Mapping[str, Any], setting: Setting) -> _MessagesExchange:
+    body = read_body(_MessagesBody, tree)
+    if body.messages[-1].role == "assistant":
+        raise Refusal(
+            "the last message is the assistant's, and an answer that someone else has begun is not continued",
+            remedy="end the messages with what the policy is to answer",
+            param="messages",
+        )
+    asked = EndpointRequest(
+        messages=body.read(),
+        tools=body.offered(),
+        options=ChatOptions(max_new_tokens=body.max_tokens, stop=body.stop_sequences),
+        stream=body.stream,
+        wishes=wishes(
+            **{"output_config.effort": body.output_config.effort},
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+        ),
+    )
+    return _MessagesExchange(body=body, asked=asked, setting=setting)
+
+
+def read_counted(tree: Mapping[str, Any]) -> EndpointRequest:
+    """What ``count_tokens`` asks about."""
+    body = read_body(_MessagesPrompt, tree)
+    return EndpointRequest(messages=body.read(), tools=body.offered(), options=ChatOptions())
+
+
+def _refusal(refusal: Refusal) -> Json:
+    kind = _ERRORS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": f"{refusal.problem}; {refusal.remedy}"}}
+
+
+MESSAGES = ChatProtocol(
+    understand=_understand,
+    refusal=_refusal,
+    broken=lambda refusal: SseEvent("error", _refusal(refusal)),
+    ping=b'event: ping\ndata: {"type": "ping"}\n\n',
+)

@@ -1,0 +1,124 @@
+"""What the bodies of all protocols have in common."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.chat import Message, Reply, Tool
+from headrace.wings.serve.strict import Strict
+
+INT32_MAX = 2**31 - 1
+NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
+"""Names of the tools that are offered; a policy may call others."""
+HARMLESS = frozenset({"annotations", "cache_control", "citations", "logprobs", "parsed", "prompt_cache_breakpoint"})
+"""What parts of a text may carry and what changes nothing of it."""
+
+
+class BodyPart(Strict):
+    """A part of a body, in which ``null`` is as if not there."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: part for name, part in value.items() if part is not None}
+
+
+def text_of(*kinds: str) -> Callable[[object], str]:
+    """A reader of a text, or of a list of parts of those kinds as one text."""
+    words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
+
+    def read(value: object) -> str:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise PydanticCustomError("content", words)
+        return "".join(map(read_part, value))
+
+    def read_part(part: object) -> str:
+        said = part if isinstance(part, dict) and part.keys() <= {"type", "text"} | HARMLESS else {}
+        if said.get("type") in kinds and isinstance(text := said.get("text"), str):
+            return text
+        raise PydanticCustomError("content", words)
+
+    return read
+
+
+def read_choice(value: object) -> str:
+    """OpenAI's ``tool_choice``."""
+    if value in ("auto", "none"):
+        return str(value)
+    raise PydanticCustomError("tool_choice", "expected 'auto' or 'none': nothing makes the policy call a tool")
+
+
+def wishes(**asked: float | str | None) -> dict[str, float | str]:
+    """What was set of ``asked``."""
+    return {name: value for name, value in asked.items() if value is not None and value != ""}
+
+
+def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """``messages``, in which every tool's answer carries the name of the tool; one that answers nothing is refused."""
+    tools: dict[str, str] = {}
+    read: list[Message] = []
+    for message in messages:
+        tools |= {call.id: call.name for call in message.tool_calls}
+        if message.role == "tool":
+            if message.tool_call_id not in tools:
+                raise Refusal(
+                    f"a tool's answer names the call {shown(message.tool_call_id)}, which no message before it makes",
+                    remedy="send the assistant's message with that call before its answer",
+                    code="unknown_tool_call",
+                )
+            message = _named(message, tools[message.tool_call_id])  # noqa: PLW2901 - the same message, complete
+        read.append(message)
+    return tuple(read)
+
+
+def _named(message: Message, name: str) -> Message:
+    return Message(
+        role="tool", content=message.content, tool_call_id=message.tool_call_id, name=name, failed=message.failed
+    )
+
+
+def refuse_same_names(tools: Sequence[Tool]) -> None:
+    """Two tools of one name cannot be told apart."""
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(
+                f"two tools are called {shown(name)}", remedy="give each tool a name of its own", param="tools"
+            )
+
+
+def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, Any]]:
+    """Every sampled token of ``reply``, in order, as both of OpenAI's protocols tell them; a logprob that is no finite
+    number is ``null``."""
+    told: list[dict[str, Any]] = []
+    for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
+        text = spell(token)
+        told.append(
+            {
+                "token": text,
+                "logprob": logprob if math.isfinite(logprob) else None,
+                "bytes": None if "\ufffd" in text else list(text.encode()),
+                "top_logprobs": [],
+            }
+        )
+    return told
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that ``text`` is; ``None`` where it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

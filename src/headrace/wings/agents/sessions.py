@@ -1,0 +1,145 @@
+"""Who may call: one key for each episode, for as long as it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+
+from starlette.datastructures import Headers
+
+from headrace.base.net.refusal import Refusal
+from headrace.base.types.chat import Message
+from headrace.rollout.environments.base import OpenEpisode
+from headrace.wings.agents.base import Access, SessionLimits
+
+_PREFIX = "sk-headrace-"
+
+
+class EpisodeSession:
+    """One episode's way in. Used with ``async with``: afterwards its key is refused, and none of its requests runs."""
+
+    def __init__(self, episode: OpenEpisode, access: Access, limits: SessionLimits) -> None:
+        self.episode = episode
+        self.access = access
+        self.histories: dict[str, tuple[Message, ...]] = {}
+        """What its responses stand for, by their ids."""
+        self.failure: BaseException | None = None
+        """What went wrong that no caller can mend; whoever runs the episode is told."""
+        self._limits = limits
+        self._open: set[asyncio.Timeout] = set()
+        self._all_left = asyncio.Event()
+        self._ended = False
+        self._num_refused = 0
+
+    async def __aenter__(self) -> Access:
+        return self.access
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        for scope in self._open:
+            scope.reschedule(asyncio.get_running_loop().time())
+        if self._open:
+            await self._all_left.wait()
+        if self.failure is not None and not isinstance(error, asyncio.CancelledError):
+            raise self.failure from error
+
+    def refused(self, problem: str) -> int:
+        """A request has been refused; how many have been by now."""
+        self.access.last_refusal = problem
+        self._num_refused += 1
+        return self._num_refused
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Around the work for one request: it is refused, or cut short with words, once the episode has ended."""
+        if self._ended:
+            raise ended()
+        if len(self._open) >= self._limits.max_open:
+            raise Refusal(
+                f"{len(self._open)} requests of this episode are open, and no more may be",
+                remedy="wait for their answers",
+                status=429,
+                code="too_many_requests",
+            )
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._open.add(scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ended() from None
+        finally:
+            self._open.discard(scope)
+            if self._ended and not self._open:
+                self._all_left.set()
+
+
+class Sessions:
+    """All sessions that are open, by their keys. A key that was ever given is known for ever, and takes no memory."""
+
+    def __init__(self, limits: SessionLimits) -> None:
+        self._limits = limits
+        self._secret = secrets.token_bytes(32)
+        self._num_given = 0
+        self._sessions: dict[int, EpisodeSession] = {}
+
+    @asynccontextmanager
+    async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
+        """A session for the body's duration."""
+        serial = self._num_given
+        self._num_given += 1
+        session = EpisodeSession(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
+        self._sessions[serial] = session
+        try:
+            async with session as access:
+                yield access
+        finally:
+            del self._sessions[serial]
+
+    def find(self, headers: Headers) -> EpisodeSession:
+        """Whose request it is; raises :class:`Refusal`."""
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        keys = [headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]
+        for key in filter(None, keys):
+            serial = self._serial(key)
+            if serial is not None:
+                if serial not in self._sessions:
+                    raise ended()
+                return self._sessions[serial]
+        raise Refusal(
+            "the request does not carry the key of an episode",
+            remedy="send the key of the episode, as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'",
+            status=401,
+            code="invalid_api_key",
+        )
+
+    def _key(self, serial: int) -> str:
+        proof = hmac.digest(self._secret, str(serial).encode(), "sha256").hex()
+        return f"{_PREFIX}{serial}-{proof}"
+
+    def _serial(self, key: str) -> int | None:
+        """Which session ``key`` was given to; ``None`` if to none."""
+        number = key.removeprefix(_PREFIX).partition("-")[0]
+        if not (number.isascii() and number.isdecimal() and len(number) <= 18):
+            return None
+        serial = int(number)
+        is_right = hmac.compare_digest(key.encode("latin-1", "replace"), self._key(serial).encode())
+        return serial if is_right else None
+
+
+def ended() -> Refusal:
+    """What the requests of an episode are told that is over."""
+    return Refusal(
+        "the episode of this key has ended",
+        remedy="nothing more can be asked in it; a new episode has a key of its own",
+        status=403,
+        code="episode_ended",
+    )

@@ -1,0 +1,42 @@
+"""Benchmarks: figures of this machine, held against their targets. A new one is a file here and a row of the table."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+from headrace.base.errors import ConfigError, nearest
+from headrace.wings.bench.base import Report, Row, Target, show
+
+BENCHMARKS = {
+    "agents": "two agents with long tails of length: tokens trained per second, paced and behind a barrier",
+    "algo": "loss and correction as a part of a learner's step",
+    "distill": "the demo's model taught by a larger one, and by its own past",
+    "engine": "generated tokens per second beside transformers and vLLM; first token; commit gaps",
+    "fleet": "several engines: what routing costs, whom a slow one slows, what commits and deaths cost",
+    "learner": "training steps beside a padded loop over transformers; memory of log π",
+    "ledger": "transitions and episodes recorded per second, and what they cost a run",
+    "loop": "the demo over three seeds: accuracy, asynchronous beside synchronous time, ages",
+    "plan": "how large a run the planner simulates in a minute, and how well it predicts runs of this machine",
+    "scoring": "what a slow judge, a process reward and the sandbox cost the learner",
+    "sync": "transports and codecs of weights: how long the learner and the engine stand still",
+}
+"""Name of every benchmark and what it measures; its ``measure`` stands in the module of that name."""
+
+
+def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None, **options: object) -> Report:
+    """Run the benchmark ``name`` with its own ``options``; ``tell`` hears what is going on. :class:`ConfigError` if
+    there is no such benchmark or option."""
+    if name not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, BENCHMARKS))
+    measure = importlib.import_module(f"headrace.wings.bench.{name}").measure
+    known = set(inspect.signature(measure).parameters) - {"tell"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"benchmark {name} has no option --{unknown[0]}", remedy=f"leave --{unknown[0]} out")
+    report: Report = measure(tell, **options)
+    return report
+
+
+__all__ = ["BENCHMARKS", "Report", "Row", "Target", "run_benchmark", "show"]

@@ -1,0 +1,130 @@
+"""Two agents with heavy-tailed lengths: what a synchronous barrier costs, and what pacing does about it.
+
+Every episode is a writer's answer and then a critic's, whose lengths are lognormal with a 90th percentile of five
+medians. The barrier is ``flow.max_age = 0``: a batch is sampled, waited for to its last token, trained, and its weights
+are brought to the engine before the next begins. The paced run lets generation run ahead as far as the bound allows.
+Both runs of a pair attempt the same groups with the same lengths and train all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+
+import numpy as np
+
+from headrace.control.summary import Summary
+from headrace.flow.ledger.opening import open_ledger
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.run.session import train
+from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+
+PAIRS = 3
+STEPS = 40
+MAX_AGE = 8
+GROUPS, GROUP_SIZE = 4, 4
+SETTINGS = {
+    "engine": {"max_new_tokens": 1024, "max_sequences": GROUPS * GROUP_SIZE * (MAX_AGE + 1)},
+    "learner": {"lr": 0.0, "tokens_per_microbatch": 4096},
+    "launch": {"engine_threads": 1, "learner_threads": 1},
+    "observe": {"view": "none", "report": False},
+}
+"""The weights stand still, so that both runs of a pair sample alike."""
+ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
+"""So many characters that hardly an answer draws the end of the sequence before its length is reached."""
+TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+    """Pairs of runs, in turn; ``quick``: one short pair."""
+    pairs, steps = (1, 3) if quick else (PAIRS, STEPS)
+    rows: list[Row] = []
+    ratios: list[float] = []
+    ages: list[int] = []
+    tails: list[float] = []
+    shares: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, _entry() as entry:
+        directory = Path(scratch)
+        tree = {
+            **SETTINGS,
+            "model": {"path": _model(directory)},
+            "data": {"path": _rows(directory)},
+            "env": {"kind": "rollout", "entry": entry},
+        }
+        for pair in range(pairs):
+            runs: dict[str, Summary] = {}
+            for what, max_age in (("barrier", 0), ("paced", MAX_AGE)):
+                tell(f"pair {pair}: {what}")
+                run_dir = directory / f"{pair}-{what}"
+                flow = {"groups_per_step": GROUPS, "group_size": GROUP_SIZE, "max_age": max_age}
+                run = {"dir": str(run_dir), "steps": steps, "checkpoint_every": steps, "seed": pair}
+                runs[what] = train({**tree, "flow": flow, "run": run})
+                tails.append(_tail(run_dir, steps * GROUPS))
+                rows.append(_row(what, pair, runs[what], tails[-1]))
+            barrier, paced = runs["barrier"], runs["paced"]
+            ratios.append(paced.trained_tok_s / barrier.trained_tok_s)
+            shares.append(paced.tokens_trained / barrier.tokens_trained)
+            ages.append(paced.max_token_age)
+    targets = [
+        at_least("trained tokens/s, paced / barrier", statistics.median(ratios), 2.0, "ratio"),
+        at_least("lengths of answers, 90th percentile / median", statistics.median(tails), 5.0, "ratio"),
+        at_least("tokens trained, paced / barrier: nothing long is left out", min(shares), 0.99, "ratio"),
+        at_most(f"age of the oldest token at max_age={MAX_AGE}", max(ages), MAX_AGE, "versions"),
+    ]
+    return report(rows, targets)
+
+
+@contextmanager
+def _entry() -> Iterator[str]:
+    """The reference to the rollout in its file."""
+    with as_file(files("headrace.wings.bench") / "agents_play.py") as path:
+        yield f"{path}:play"
+
+
+def _model(directory: Path) -> str:
+    spec = TinySpec(
+        vocab=ALPHABET,
+        hidden_size=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=384,
+        max_positions=2100,
+        chat_template=TEMPLATE,
+    )
+    return str(make_tiny(directory / "model", spec))
+
+
+def _rows(directory: Path) -> str:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": ALPHABET[at : at + 8]}) + "\n" for at in range(64)), encoding="utf-8")
+    return str(path)
+
+
+def _tail(run_dir: Path, num_groups: int) -> float:
+    """The 90th percentile of the lengths of all answers over their median, as the ledger has them."""
+    with closing(open_ledger(run_dir)) as ledger:
+        episodes = [episode for number in range(num_groups) for episode in ledger.episodes(number)]
+    lengths = [len(turn.tokens) for episode in episodes for turn in episode.turns if turn.stop_reason is not None]
+    middle, high = np.percentile(lengths, [50, 90])
+    return float(high / middle)
+
+
+def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
+    return {
+        "what": what,
+        "pair": pair,
+        "steps": summary.steps,
+        "tokens_trained": summary.tokens_trained,
+        "wall_s": summary.wall_s,
+        "trained_tok_s": summary.trained_tok_s,
+        "engine_idle_frac": summary.engine_idle_frac,
+        "learner_idle_frac": summary.learner_idle_frac,
+        "max_token_age": summary.max_token_age,
+        "p90_by_median": tail,
+    }

@@ -1,0 +1,126 @@
+"""What loss and correction cost beside the step that they are part of.
+
+Shape legend: S samples and N tokens of the batch, M tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import string
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective, usable
+from headrace.base.clock import Clock, RealClock
+from headrace.base.types.batch import Batch
+from headrace.learner.config import LearnerConfig
+from headrace.learner.core import LearnerContext, LearnerCore
+from headrace.learner.intake import layout
+from headrace.learner.packing import microbatches
+from headrace.learner.work import StepWork
+from headrace.models import ModelConfig, load_model
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.bench.base import Report, Row, at_most, report
+
+CASES = {
+    "grpo + tis": {"loss": "grpo", "correction": "tis"},
+    "gspo + sequence_tis": {"bundle": "gspo"},
+    "cispo": {"bundle": "cispo"},
+    "decoupled": {"bundle": "decoupled"},
+}
+"""Name and ``[algo]`` table."""
+SAMPLES = 256
+GROUP = 8
+PROMPT, SHORTEST, LONGEST = 8, 8, 32
+"""Tokens of every prompt, and of the shortest and longest answer."""
+REPEATS = 5
+TINY = TinySpec(
+    vocab=string.ascii_letters + string.digits + "+-*/= ", hidden_size=128, num_layers=6, intermediate_size=384
+)
+LIMIT = 0.03
+
+
+def measure(tell: Callable[[str], None]) -> Report:
+    """The objective alone, as the learner calls it, over a whole step of the learner; medians, for each case."""
+    torch.set_num_threads(1)  # more would gain little, and stall where others use the machine
+    clock = RealClock()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        model_dir = make_tiny(Path(scratch) / "model", TINY)
+        for name, table in CASES.items():
+            tell(name)
+            objective = Objective.build(AlgoConfig.model_validate(table))
+            core, parameters = _learner(model_dir, objective, clock)
+            steps_s, shares_s = [], []
+            for step in range(REPEATS + 1):  # in turn, so that a busy machine is busy for both
+                steps_s.append(_step_s(core, step, clock))
+                shares_s += [_objective_s(objective, batch_of(step), clock) for _ in range(3)]
+            step_s, share_s = statistics.median(steps_s[1:]), statistics.median(shares_s[3:])
+            rows.append(
+                {
+                    "what": name,
+                    "parameters": parameters,
+                    "tokens": batch_of(0).num_tokens,
+                    "sequences": SAMPLES,
+                    "step_s": step_s,
+                    "objective_s": share_s,
+                    "fraction": share_s / step_s,
+                }
+            )
+    targets = [
+        at_most(f"loss and correction as part of a step, {row['what']}", row["fraction"], LIMIT, "fraction")
+        for row in rows
+    ]
+    return report(rows, targets)
+
+
+def batch_of(step: int) -> Batch:
+    """Random answers of unequal length to prompts of one length, of ages 0 to 2; the same step gives the same batch."""
+    rng = np.random.default_rng([0, step])
+    lengths_S = (PROMPT + rng.integers(SHORTEST, LONGEST + 1, SAMPLES)).astype(np.int32)
+    places_N = np.concatenate([np.arange(length) for length in lengths_S])
+    mask_N = places_N >= PROMPT
+    versions_S = np.maximum(0, step - rng.integers(0, 3, SAMPLES))
+    total = len(mask_N)
+    return Batch(
+        step=step,
+        lengths_S=lengths_S,
+        groups_S=(np.arange(SAMPLES) // GROUP).astype(np.int32),
+        episodes_S=np.arange(SAMPLES, dtype=np.int32),
+        ids_N=rng.integers(3, len(TINY.vocab), total).astype(np.int32),
+        mask_N=mask_N,
+        logprobs_N=np.where(mask_N, -rng.uniform(3.0, 5.0, total), 0).astype(np.float32),
+        versions_N=np.where(mask_N, np.repeat(versions_S, lengths_S), -1).astype(np.int32),
+        advantages_N=np.repeat(rng.normal(size=SAMPLES), lengths_S).astype(np.float32),
+    )
+
+
+def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[LearnerCore, int]:
+    model = load_model(ModelConfig(path=str(model_dir)))
+    context = LearnerContext(temperature=1.0, total_steps=REPEATS + 1, model_dir=model_dir, clock=clock)
+    return LearnerCore(model, LearnerConfig(), objective, context), model.num_parameters()
+
+
+def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
+    batch = batch_of(step)
+    start_s = clock.now()
+    core.train(batch)
+    return clock.now() - start_s
+
+
+def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
+    """From the masks of the batch to the gradient of log π, cut into micro-batches as the learner does."""
+    log_pi_N = torch.from_numpy(batch.logprobs_N) + 0.01
+    start_s = clock.now()
+    mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
+    weights_N = objective.weights(layout(batch, mask_N))
+    work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=weights_N, old=objective.old)
+    for micro in microbatches(batch.lengths_S, np.arange(SAMPLES), LearnerConfig().tokens_per_microbatch):
+        log_pi_M = log_pi_N[micro.places_M].requires_grad_()
+        objective(work.inputs(micro, log_pi_M), weights_N[micro.places_M]).loss.backward()
+    return clock.now() - start_s

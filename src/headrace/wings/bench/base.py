@@ -1,0 +1,84 @@
+"""What a benchmark reports."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import psutil
+
+from headrace.base.environ import num_cores
+
+Row = dict[str, Any]
+"""One measurement; the columns are the benchmark's own."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure that has to hold."""
+
+    name: str
+    value: float
+    """What was measured, in ``unit``."""
+    unit: str
+    """Of value and target: ``s``, ``ms``, ``fraction``, ``ratio``."""
+    target: str
+    """``<= 0.75`` or ``>= 0.9``."""
+    holds: bool
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one benchmark."""
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    rows: list[Row]
+    targets: list[Target]
+
+
+def at_most(name: str, value: float, limit: float, unit: str) -> Target:
+    """A figure with an upper limit.
+
+    >>> at_most("gap", 0.4, 5.0, "ms").holds
+    True
+    """
+    return Target(name=name, value=value, unit=unit, target=f"<= {limit:g}", holds=value <= limit)
+
+
+def at_least(name: str, value: float, limit: float, unit: str) -> Target:
+    """A figure with a lower limit."""
+    return Target(name=name, value=value, unit=unit, target=f">= {limit:g}", holds=value >= limit)
+
+
+def report(rows: list[Row], targets: list[Target]) -> Report:
+    """Rows and targets, with the machine they were measured on."""
+    machine = {
+        "cores": num_cores(),
+        "processor": platform.processor() or platform.machine(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+    }
+    packages = ("headrace", "torch", "transformers", "numpy")
+    versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
+    return Report(machine=machine, versions=versions, rows=rows, targets=targets)
+
+
+def show(made: Report) -> str:
+    """The report as readable lines."""
+    lines = [", ".join(f"{key} {value}" for key, value in made.machine.items())]
+    lines += [", ".join(f"{key} {value}" for key, value in made.versions.items()), ""]
+    lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in made.rows]
+    lines.append("")
+    width = max((len(target.name) for target in made.targets), default=0)
+    for target in made.targets:
+        verdict = "holds" if target.holds else "FALLS SHORT"
+        lines.append(
+            f"{target.name:<{width}}  {_short(target.value):>10} {target.unit:<9} {target.target:<10} {verdict}"
+        )
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

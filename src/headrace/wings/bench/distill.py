@@ -1,0 +1,86 @@
+"""The demo's model learns from a teacher: a larger model, and its own past beside the reward."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.base.types.observation import StepRecord
+from headrace.run.observe.jsonl import METRICS_FILE, read_steps
+from headrace.run.session import load_config, train
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
+
+STEPS, QUICK_STEPS = 80, 4
+EVERY = 5
+"""Steps from one refreshment of a model's own past to the next."""
+LARGER = """learner.teachers=[{{kind="model", path="{teacher}"}}]"""
+SERVED = """learner.teachers=[{{kind="model", path="{teacher}", engine={{}}}}]"""
+WAYS: dict[str, tuple[str, ...]] = {
+    "larger teacher, likeliest entries": ("algo.loss=distill", "learner.top_k=8", LARGER),
+    "larger teacher, sampled tokens": ("algo.advantage=reverse_kl", LARGER),
+    "larger teacher, in an engine of its own": ("algo.loss=distill", "learner.top_k=8", SERVED),
+    "own past, beside the reward": (
+        *("algo.advantage.kind=reverse_kl", "algo.advantage.beta=0.05", "algo.advantage.weight=1.0"),
+        f"""learner.teachers=[{{{{kind="refreshed", every={EVERY}}}}}]""",
+    ),
+}
+
+
+def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+    """One run each way."""
+    steps = QUICK_STEPS if quick else STEPS
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        tell("the demo's model, and a larger one that forgets no carry")
+        demo, teacher = build_demo(directory / "demo", seed=0), build_teacher(directory, seed=0)
+        rows: list[Row] = []
+        for way, settings in WAYS.items():
+            tell(way)
+            rows.append(
+                _learn(demo, directory / f"run-{len(rows)}", way, [s.format(teacher=teacher) for s in settings], steps)
+            )
+    return report(rows, [target for row in rows for target in _targets(row)])
+
+
+def _learn(demo: Demo, run_dir: Path, way: str, settings: list[str], steps: int) -> Row:
+    usual = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
+    summary = train(load_config(demo.run_file, [*usual, *settings]))
+    records = read_steps(run_dir / METRICS_FILE)
+    return {
+        "what": way,
+        "steps": summary.steps,
+        "eval_before": summary.eval_before,
+        "eval_after": summary.eval_after,
+        "wall_s": summary.wall_s,
+        "exposed_sync_frac": summary.exposed_sync_frac,
+        "kl_teacher_first": records[0].metrics.get("kl_teacher"),
+        "kl_teacher_last": records[-1].metrics.get("kl_teacher"),
+        "teacher_versions": sorted({int(v) for r in records if (v := r.metrics.get("teacher_version")) is not None}),
+        "refreshment_by_step": _refreshment(records),
+        "rewards": [record.reward_mean for record in records],
+    }
+
+
+def _refreshment(records: list[StepRecord]) -> float | None:
+    """The median step after which the teacher was another one, by the median step after which it was not."""
+    versions = [record.metrics.get("teacher_version") for record in records]
+    if None in versions:
+        return None
+    steps = list(zip(records, versions, versions[1:], strict=False))[1:]  # the first has memory to take
+    renewed = [record.seconds for record, now, then in steps if now != then]
+    kept = [record.seconds for record, now, then in steps if now == then]
+    return statistics.median(renewed) / statistics.median(kept) if renewed and kept else None
+
+
+def _targets(row: Row) -> list[Target]:
+    gained = (row["eval_after"] or 0.0) - (row["eval_before"] or 0.0)
+    targets = [at_least(f"{row['what']}: held-out accuracy gained", gained, 0.2, "fraction")]
+    if row["refreshment_by_step"] is not None:
+        refreshment = row["refreshment_by_step"]
+        targets.append(
+            at_most(f"{row['what']}: a step that refreshes it, by one that does not", refreshment, 1.1, "ratio")
+        )
+    return targets

@@ -1,0 +1,275 @@
+"""The embedded engine beside transformers and, where one is given, vLLM: in one run, in turn, each in its own process.
+
+Tokens per second of whole orders, seen from outside; a ratio is the median over the rounds of ours by theirs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import string
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, cold_first_token_s, worker
+
+_VOCAB = (string.ascii_letters + string.digits)[:61]
+_SHAPE: Mapping[str, Any] = {"vocab": _VOCAB, "max_positions": 2048, "extra": {"tie_word_embeddings": True}}
+SMALL = TinySpec(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=384, **_SHAPE)
+LARGE = TinySpec(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, intermediate_size=1536, **_SHAPE)
+EXPERTS = TinySpec(
+    kind="qwen3_moe", hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, vocab=_VOCAB, max_positions=2048,
+    extra={"tie_word_embeddings": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+)  # fmt: skip
+MODELS = {"1M": SMALL, "28M": LARGE, "1M experts": EXPERTS}
+PROMPT = 8
+"""Tokens of every prompt."""
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """The same order for several sides."""
+
+    name: str
+    model: str
+    """One of ``MODELS``."""
+    lengths: tuple[int, ...]
+    """New tokens of each sequence."""
+    peers: tuple[str, ...]
+    """Who runs beside the embedded engine."""
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    """How many times a peer's tokens per second ours must be, at least."""
+
+
+def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
+    """Lengths with a coefficient of variation of 1; the same ones each time."""
+    sigma = float(np.sqrt(np.log(2.0)))
+    drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+    return tuple(np.clip(drawn.round(), 1, cap).astype(int).tolist())
+
+
+MATCHES = (
+    Match(name="28M, 64 x 512", model="28M", lengths=(512,) * 64, peers=("generate", "vllm"),
+          ratios={"generate": 3.0, "vllm": 1.2}),
+    Match(name="28M, 64 x 128", model="28M", lengths=(128,) * 64, peers=("generate", "continuous", "vllm"),
+          ratios={"continuous": 8.0, "vllm": 1.2}),
+    Match(name="28M, 256 of lognormal lengths", model="28M", lengths=lognormal(256, 128, 512),
+          peers=("generate", "vllm"), ratios={"generate": 4.0}),
+    Match(name="28M, 8 x 128", model="28M", lengths=(128,) * 8, peers=("generate", "vllm"), ratios={"vllm": 1.0}),
+    Match(name="28M, 1 x 128", model="28M", lengths=(128,), peers=("generate", "vllm"), ratios={"vllm": 1.0}),
+    Match(name="1M, 64 x 128", model="1M", lengths=(128,) * 64, peers=("generate", "vllm"),
+          ratios={"generate": 2.0, "vllm": 1.0}),
+)  # fmt: skip
+QUICK = (
+    Match(name="1M, 4 x 8", model="1M", lengths=(8,) * 4, peers=("generate", "continuous", "vllm"),
+          ratios={"generate": 2.0, "continuous": 8.0, "vllm": 1.0}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineBench:
+    directory: Path
+    threads: int
+    vllm: str
+    quick: bool
+    tell: Callable[[str], None]
+    clock: RealClock = field(default_factory=RealClock)
+
+    @property
+    def main_model(self) -> Path:
+        return self.model("1M" if self.quick else "28M")
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self.quick else ROUNDS
+
+    def model(self, name: str) -> Path:
+        directory = self.directory / name.replace(" ", "-")
+        return directory if directory.exists() else make_tiny(directory, MODELS[name])
+
+    def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
+        return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
+
+    def timed(self, side: PeerProcess, order: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+        start_s = self.clock.now()
+        answer = side.ask(order)
+        return self.clock.now() - start_s, answer
+
+
+def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = "") -> Report:
+    """Everything. ``threads`` of each side (unset: all cores); ``quick`` shows that it runs, its figures say nothing;
+    ``vllm`` is the path of an interpreter with vLLM for CPUs, left out where it is empty."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        bench = _EngineBench(
+            directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, tell=tell
+        )  # fmt: skip
+        for match in QUICK if quick else MATCHES:
+            found = _play(bench, match)
+            rows += found[0]
+            targets += found[1]
+        tell("floor, first token, recording, commits")
+        with ExitStack() as stack:
+            ours = bench.open("native", bench.main_model, stack)
+            routed = bench.open("native", bench.model("1M experts"), stack)
+            parts = [
+                _floor(bench, ours),
+                _latency(bench, ours),
+                _recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
+                _recording(bench, routed, "routing", {}, {"record_routing": True}),
+                _gaps(bench, bench.open("fed", bench.main_model, stack)),
+            ]
+        tell("fresh process")
+        for found in [*parts, _cold(bench)]:
+            rows += found[0]
+            targets += found[1]
+    return report(rows, targets)
+
+
+Found = tuple[list[Row], list[Target]]
+
+
+def order_of(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
+    """What the workers are told: random prompts, the same ones each time."""
+    rng = np.random.default_rng(len(lengths))
+    prompts = rng.integers(3, len(_VOCAB), (len(lengths), PROMPT)).tolist()
+    return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
+
+
+def _play(bench: _EngineBench, match: Match) -> Found:
+    """All sides in turn, after a short order that warms them up."""
+    names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    resident: dict[str, int] = {}
+    caches: dict[str, int] = {}
+    with ExitStack() as stack:
+        sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
+        sides["native"].ask({"fill_cache": True})  # all its pages: what is resident besides them is not cache
+        for name, side in sides.items():
+            bench.tell(f"{match.name}: {name} warms up")
+            # continuous batching plans its cache for the first order
+            side.ask(order_of(match.lengths if name == "continuous" else (4,) * len(match.lengths)))
+        for turn in range(bench.rounds):
+            for name, side in sides.items():
+                bench.tell(f"{match.name}: {name}, round {turn}")
+                seconds, answer = bench.timed(side, order_of(match.lengths))
+                assert answer["tokens"] == sum(match.lengths), (name, answer)
+                rates[name].append(answer["tokens"] / seconds)
+                caches[name] = answer.get("cache_bytes", VLLM_CACHE_BYTES if name == "vllm" else 0)
+                resident[name] = side.resident_bytes()
+    rows: list[Row] = [
+        {
+            "what": match.name, "side": name, "tok_s": statistics.median(rates[name]), "lowest": min(rates[name]),
+            "highest": max(rates[name]), "resident_mb": resident[name] / 2**20,
+            "known_cache_mb": caches[name] / 2**20,
+        }
+        for name in names
+    ]  # fmt: skip
+    targets = []
+    for peer in names[1:]:
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(rates["native"], rates[peer], strict=True))
+        rows.append({"what": match.name, "ours by": peer, "ratio": ratio})
+        if peer in match.ratios:
+            targets.append(at_least(f"{match.name}, tok/s by {peer}'s", ratio, match.ratios[peer], "ratio"))
+    if "vllm" in names:
+        share = (resident["native"] - caches["native"]) / (resident["vllm"] - caches["vllm"])
+        targets.append(at_most(f"{match.name}, memory beyond the cache by vllm's", share, 1 / 3, "ratio"))
+    return rows, targets
+
+
+def _floor(bench: _EngineBench, ours: PeerProcess) -> Found:
+    """How near a decoding step of a full batch comes to what the machine's matrix products and memory allow, and how
+    much of it is spent outside the model's forward pass. What the prompts take is measured apart, and not counted."""
+    spec = SMALL if bench.quick else LARGE
+    batch, new = (4, 8) if bench.quick else (64, 128)
+    limits = {"matrix_size": 1024, "copied_bytes": 2**24 if bench.quick else 2**28}
+    order, prompts = order_of((new,) * batch), order_of((1,) * batch)
+    ours.ask(order)
+    fractions, outside_s, steps_s, gflops, gbytes = [], [], [], [], []
+    for _ in range(bench.rounds):
+        able, begun, answer = ours.ask(limits), ours.ask(prompts), ours.ask(order)
+        steps = answer["steps"] - begun["steps"]
+        busy_s, forward_s = (answer[key] - begun[key] for key in ("busy_s", "forward_s"))
+        steps_s.append(busy_s / steps)
+        outside_s.append((busy_s - forward_s) / steps)
+        fractions.append(step_floor_s(spec, batch, PROMPT + new / 2, able) / steps_s[-1])
+        gflops.append(able["flop_per_s"] / 1e9)
+        gbytes.append(able["bytes_per_s"] / 1e9)
+    fraction = statistics.median(fractions)
+    row: Row = {
+        "what": f"step of {batch} sequences", "gflop_per_s": statistics.median(gflops),
+        "gb_per_s": statistics.median(gbytes), "step_ms": statistics.median(steps_s) * 1e3,
+        "outside_forward_ms": statistics.median(outside_s) * 1e3, "floor_by_step": fraction,
+    }  # fmt: skip
+    return [row], [at_least("floor of a step by the step", fraction, 0.6, "fraction")]
+
+
+def step_floor_s(spec: TinySpec, batch: int, context: float, able: Mapping[str, float]) -> float:
+    """The least time of one step: the products of the weights at the machine's matrix rate, but no less than reading
+    the weights once takes; then reading keys and values of the contexts once. All in float32."""
+    kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
+    attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    weights = spec.num_layers * layer + spec.hidden_size * (len(spec.vocab) + 3)
+    products_s = max(2 * batch * weights / able["flop_per_s"], 4 * weights / able["bytes_per_s"])
+    return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / able["bytes_per_s"]
+
+
+def _latency(bench: _EngineBench, ours: PeerProcess) -> Found:
+    """From a prompt to its first token, in a process that is warm."""
+    order = order_of((1,))
+    ours.ask(order)
+    times_s = [bench.timed(ours, order)[0] for _ in range(3 if bench.quick else 30)]
+    return [{"what": "time to first token, warm", "median_ms": statistics.median(times_s) * 1e3}], []
+
+
+def _cold(bench: _EngineBench) -> Found:
+    """From nothing to the first token."""
+    order = order_of((1,))
+    names = ["native"] if bench.quick else ["native", "generate", *(["vllm"] if bench.vllm else [])]
+    rows: list[Row] = []
+    for name in names:
+        times_s = [
+            cold_first_token_s(name, bench.main_model, bench.threads, order=order, vllm=bench.vllm)
+            for _ in range(bench.rounds if name != "vllm" else 1)
+        ]
+        rows.append({"what": "fresh process to first token", "side": name, "median_s": statistics.median(times_s)})
+    return rows, [at_most("fresh process to first token", rows[0]["median_s"], 5.0, "s")]
+
+
+def _recording(
+    bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
+) -> Found:
+    """What it costs to record ``what``: sampling as ``base``, without and with ``more``, in turn."""
+    lengths = (8,) * 4 if bench.quick else (128,) * 64
+    off, on = order_of(lengths, **base), order_of(lengths, **base, **more)
+    ours.ask(on)
+    times = [(bench.timed(ours, off)[0], bench.timed(ours, on)[0]) for _ in range(bench.rounds)]
+    cost = statistics.median(on_s / off_s - 1 for off_s, on_s in times)
+    off_s, on_s = (statistics.median(column) for column in zip(*times, strict=True))
+    row: Row = {"what": f"recording {what}", "off_s": off_s, "on_s": on_s, "cost": cost}
+    return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
+
+
+def _gaps(bench: _EngineBench, ours: PeerProcess) -> Found:
+    """The gap of a commit between two steps of a full batch."""
+    commits, batch = (10, 4) if bench.quick else (1000, 64)
+    answer = ours.ask({**order_of((16 if bench.quick else 512,) * batch), "commits": commits})
+    gaps_ms = np.array(answer["gaps_s"]) * 1e3
+    p99_ms = float(np.percentile(gaps_ms, 99))
+    row: Row = {
+        "what": f"gap of {commits} commits", "median_ms": float(np.median(gaps_ms)), "p99_ms": p99_ms,
+        "worst_ms": float(gaps_ms.max()), "mean_running": answer["mean_running"],
+    }  # fmt: skip
+    return [row], [at_most("commit gap p99", p99_ms, 1.0, "ms")]

@@ -1,0 +1,125 @@
+"""The processes of the benchmarks that compare: what is ours and what it is compared with, each on its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import child_environment, engine_environment
+from headrace.base.errors import ComponentDied
+
+VLLM_CACHE_BYTES = 2**30
+"""Of vLLM's key-value cache: enough for 64 sequences of 1,024 tokens of the larger model."""
+_DEADLINE_S = 1800.0
+_LOG_LINES = 15
+ENGINE = "headrace.wings.bench.engine_worker"
+_VLLM = Path(__file__).with_name("engine_vllm.py")
+
+
+class PeerProcess:
+    """One process; use it in a ``with`` statement of :func:`worker`."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        self._name = name
+        self._process = process
+        self._log = log
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to ``order``. :class:`~headrace.base.errors.ComponentDied` when the process ends or takes too
+        long."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        alarm = threading.Timer(_DEADLINE_S, self._process.kill)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            self._process.stdin.write(json.dumps(dict(order)) + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if line.startswith('{"ok":'):
+                    answer: dict[str, Any] = json.loads(line)["ok"]
+                    return answer
+        except BrokenPipeError:
+            pass  # told below
+        finally:
+            alarm.cancel()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        raise ComponentDied(
+            f"the benchmark's process {self._name} gave no answer within {_DEADLINE_S:g} s or ended, "
+            f"its exit code is {self._process.poll()}:\n{tail}",
+            remedy="read its last words above; -9 without any is mostly a lack of memory",
+        )
+
+    def resident_bytes(self) -> int:
+        """Memory of the process and its children, shared pages once."""
+        top = psutil.Process(self._process.pid)
+        family = [top, *top.children(recursive=True)]
+        return sum(int(one.memory_full_info().pss) for one in family)
+
+
+@contextmanager
+def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
+    """A process that measures ``side`` of ``module``; ``vllm`` is the interpreter of that side."""
+    log = model.parent / f"{side}.log"
+    spec = json.dumps({"side": side, "model": str(model), "threads": threads})
+    environment = child_environment(threads)
+    command = [sys.executable, "-m", module, spec]
+    if side in ("native", "fed"):
+        environment |= engine_environment()  # as a run's engine has
+    if side == "vllm":
+        command = [vllm, "-P", str(_VLLM), spec]
+        environment |= _vllm_environment(threads)
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+        )  # fmt: skip
+    try:
+        yield PeerProcess(side, process, log)
+    finally:
+        _end(process)
+
+
+def cold_first_token_s(side: str, model: Path, threads: int, *, order: Mapping[str, Any], vllm: str = "") -> float:
+    """Seconds from starting a process to its first token."""
+    clock = RealClock()
+    start_s = clock.now()
+    with worker(side, model, threads, vllm=vllm) as fresh:
+        fresh.ask(order)
+        return clock.now() - start_s
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):  # it may have ended
+        process.stdin.close()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+    process.stdout.close()
+
+
+def _vllm_environment(threads: int) -> dict[str, str]:
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(VLLM_CACHE_BYTES // 2**30),
+        # it would keep a core for its server, which is not used here
+        "VLLM_CPU_OMP_THREADS_BIND": "0" if threads == 1 else f"0-{threads - 1}",
+        "VLLM_TARGET_DEVICE": "cpu",
+    }

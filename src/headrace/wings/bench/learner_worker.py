@@ -1,0 +1,284 @@
+"""One side of the learner's benchmark, in a process of its own: it does what each line of its input says.
+
+    python -m headrace.wings.bench.learner_worker '{"side": "learner", "model": DIR, "threads": 2}'
+
+The protocol is that of :mod:`headrace.wings.bench.engine_worker`. Each side imports what it needs and no more, so that
+the memory it starts with is small.
+
+Shape legend: S samples and N tokens of the batch, B samples of a padded batch, L its length, P tokens that carry loss,
+C of them at a time, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch
+from headrace.base.types.recorded import Routing
+
+GROUP = 8
+"""Samples of one prompt, and rows of a padded batch."""
+LR = 1e-6
+"""So low that what one side is timed on does not depend on how often it has been trained."""
+
+Order = dict[str, Any]
+Answer = dict[str, Any]
+
+
+class LearnerSide(Protocol):
+    """What can be measured."""
+
+    def do(self, order: Order) -> Answer:
+        """Carry out one order; the answer's ``seconds`` are those of what was asked for."""
+        ...
+
+
+def batch_of(step: int, order: Mapping[str, Any]) -> Batch:
+    """Random answers of ``order["lengths"]`` tokens to prompts of ``order["prompt"]`` tokens, one for each group of 8;
+    the same order gives the same ones at any step."""
+    rng = np.random.default_rng(order["seed"])
+    prompt, lengths_S = order["prompt"], order["prompt"] + np.array(order["lengths"], np.int32)
+    groups_S = (np.arange(len(lengths_S)) // GROUP).astype(np.int32)
+    prompts = rng.integers(3, order["vocab"], (int(groups_S[-1]) + 1, prompt))
+    answers = [rng.integers(3, order["vocab"], length) for length in order["lengths"]]
+    mask_N = np.concatenate([np.arange(length) >= prompt for length in lengths_S])
+    advantages_S = rng.normal(size=len(lengths_S))
+    parts = [part for group, answer in zip(groups_S, answers, strict=True) for part in (prompts[group], answer)]
+    return Batch(
+        step=step,
+        lengths_S=lengths_S,
+        groups_S=groups_S,
+        episodes_S=np.arange(len(lengths_S), dtype=np.int32),
+        ids_N=np.concatenate(parts).astype(np.int32),
+        mask_N=mask_N,
+        logprobs_N=np.where(mask_N, -np.log(order["vocab"]), 0).astype(np.float32),
+        versions_N=np.where(mask_N, step, -1).astype(np.int32),
+        advantages_N=np.repeat(advantages_S, lengths_S).astype(np.float32),
+    )
+
+
+def memory_bytes(which: str) -> int:
+    """Of this process: ``VmHWM``, the most that it ever occupied, or ``VmRSS``, what it occupies now.
+
+    Where the system does not tell, what ``getrusage`` says: the most, in both cases.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(lines[which].split()[0]) * 1024
+
+
+class OwnLearner:
+    """The learner, one for each model and settings that it is asked for; the loss is DAPO's."""
+
+    def __init__(self, model_dir: str) -> None:
+        from headrace.learner.core import LearnerCore
+
+        self._model_dir = model_dir
+        self._clock = RealClock()
+        self._cores: dict[str, LearnerCore] = {}
+        self._loaded_bytes = 0
+
+    def do(self, order: Order) -> Answer:
+        if "products" in order:
+            return {"flop_per_s": max(self._flop_per_s(*shape) for shape in order["products"])}
+        name = json.dumps([order.get(key) for key in ("model", "settings", "lora")])
+        if name not in self._cores:
+            self._cores[name] = self._learner(order)
+        core = self._cores[name]
+        batch = batch_of(core.version, order)
+        if order.get("replay"):
+            batch = self._routed(batch, order)
+        report = core.train(batch)
+        return {
+            "seconds": report.seconds,
+            "grad_norm": report.metrics["grad_norm"],
+            "loaded_bytes": self._loaded_bytes,
+            "peak_bytes": memory_bytes("VmHWM"),
+        }
+
+    def _learner(self, order: Order) -> Any:
+        from headrace.algo.config import AlgoConfig
+        from headrace.algo.objective import Objective
+        from headrace.learner.config import LearnerConfig
+        from headrace.learner.core import LearnerContext, LearnerCore
+        from headrace.models import LoraConfig, ModelConfig, load_model
+
+        path = order.get("model", self._model_dir)
+        lora = LoraConfig.model_validate(order["lora"]) if "lora" in order else None
+        context = LearnerContext(temperature=1.0, total_steps=1, model_dir=Path(path), clock=self._clock)
+        core = LearnerCore(
+            load_model(ModelConfig(path=path, lora=lora)),
+            LearnerConfig.model_validate({"lr": LR, "share_prefixes": False, **order.get("settings", {})}),
+            Objective.build(AlgoConfig.model_validate({"loss": "dapo", "correction": "none"})),
+            context,
+        )
+        self._loaded_bytes = memory_bytes("VmRSS")
+        return core
+
+    def _routed(self, batch: Batch, order: Order) -> Batch:
+        """The batch with the experts that the untrained model chooses for its tokens."""
+        from headrace.models import ModelConfig, load_model
+        from headrace.models.attention import PackedPlan, forward
+        from headrace.models.routing import RoutingRecorder, find_routing
+
+        model = load_model(ModelConfig(path=order["model"]))
+        routed = find_routing(model)
+        assert routed is not None
+        recorder = RoutingRecorder(routed)
+        recorder.on = True
+        with torch.no_grad():
+            forward(model, torch.from_numpy(batch.ids_N.astype(np.int64)), PackedPlan(batch.lengths_S.tolist()))
+        routing = Routing(known_T=np.ones(batch.num_tokens, bool), experts_RLK=recorder.take())
+        return msgspec.structs.replace(batch, routing=routing)
+
+    def _flop_per_s(self, rows: int, inner: int, columns: int) -> float:
+        """Of one product of matrices in float32, with nothing in its way."""
+        left, right, out = (torch.full(shape, 0.5) for shape in ((rows, inner), (inner, columns), (rows, columns)))
+        times_s = []
+        for _ in range(20):
+            start_s = self._clock.now()
+            torch.mm(left, right, out=out)
+            times_s.append(self._clock.now() - start_s)
+        return 2 * rows * inner * columns / min(times_s)
+
+
+class Padded:
+    """What a simple trainer does: transformers, samples in the order they come, eight at a time, padded on the right to
+    the longest of them; log π from the logits of all positions; the gradient of the same loss, the same AdamW."""
+
+    def __init__(self, model_dir: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from headrace.learner.config import LearnerConfig
+        from headrace.learner.optim import build_optimizer
+
+        self._clock = RealClock()
+        self._step = 0
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float32, attn_implementation="sdpa"
+        )  # fmt: skip
+        self._optimizer = build_optimizer(self._model.parameters(), LearnerConfig(lr=LR))
+        self._loaded_bytes = memory_bytes("VmRSS")
+
+    def do(self, order: Order) -> Answer:
+        batch = batch_of(self._step, order)
+        start_s = self._clock.now()
+        for ids_BL, mask_BL, advantages_B in padded(batch):
+            self._backward(ids_BL, mask_BL, advantages_B, batch.num_loss_tokens)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        seconds = self._clock.now() - start_s
+        self._step += 1
+        return {
+            "seconds": seconds,
+            "grad_norm": float(norm),
+            "loaded_bytes": self._loaded_bytes,
+            "peak_bytes": memory_bytes("VmHWM"),
+        }
+
+    def _backward(self, ids_BL: Tensor, mask_BL: Tensor, advantages_B: Tensor, loss_tokens: int) -> None:
+        present_BL = (ids_BL > 0).long()
+        logits_BLV = self._model(input_ids=ids_BL, attention_mask=present_BL, use_cache=False).logits[:, :-1]
+        log_pi_BL = logits_BLV.log_softmax(-1).gather(2, ids_BL[:, 1:, None])[..., 0]
+        ratio_BL = (log_pi_BL - log_pi_BL.detach()).exp()
+        gain_BL = torch.minimum(ratio_BL, ratio_BL.clamp(0.8, 1.28)) * advantages_B[:, None]
+        (-(gain_BL * mask_BL[:, 1:]).sum() / loss_tokens).backward()
+
+
+def padded(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Ids (B, L) with 0 for padding, mask (B, L) and advantages (B,) of eight samples after eight."""
+    starts_S = np.cumsum(batch.lengths_S) - batch.lengths_S
+    for first in range(0, len(starts_S), GROUP):
+        starts_B, lengths_B = starts_S[first : first + GROUP], batch.lengths_S[first : first + GROUP]
+        ids_BL = torch.zeros(len(starts_B), int(lengths_B.max()), dtype=torch.int64)
+        mask_BL = torch.zeros_like(ids_BL, dtype=torch.bool)
+        for row, (start, length) in enumerate(zip(starts_B, lengths_B, strict=True)):
+            ids_BL[row, :length] = torch.from_numpy(batch.ids_N[start : start + length].astype(np.int64))
+            mask_BL[row, :length] = torch.from_numpy(batch.mask_N[start : start + length])
+        yield ids_BL, mask_BL, torch.from_numpy(batch.advantages_N[starts_B])
+
+
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From hidden states (P, D), head (V, D) and ids (P,) to log π (P,)."""
+
+
+def _dense(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
+    return (hidden_PD @ weight_VD.t()).log_softmax(-1).gather(1, ids_P[:, None])[:, 0]
+
+
+def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
+    """By 64 MiB of logits at a time, computed again in the backward pass."""
+    size = max(1, 2**24 // len(weight_VD))
+    parts: list[Tensor] = [
+        checkpoint(_dense, hidden_CD, weight_VD, ids_C, use_reentrant=False)
+        for hidden_CD, ids_C in zip(hidden_PD.split(size), ids_P.split(size), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
+    from headrace.learner.head import HeadRequest, linear_logprobs
+
+    asked = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
+    return linear_logprobs(hidden_PD, weight_VD, None, asked)[0]
+
+
+class HeadAlone:
+    """log π under a head and its gradients, and no model around it; for one order, in a fresh process."""
+
+    def __init__(self, logprobs: Logprobs) -> None:
+        self._logprobs = logprobs
+        self._clock = RealClock()
+
+    def do(self, order: Order) -> Answer:
+        self._run(GROUP, GROUP, GROUP)  # what libraries set up once
+        seconds, extra_bytes = self._run(order["tokens"], order["vocab"], order["hidden"])
+        return {"seconds": seconds, "extra_bytes": extra_bytes}
+
+    def _run(self, tokens: int, vocab: int, hidden: int) -> tuple[float, int]:
+        draws = torch.Generator().manual_seed(0)
+        hidden_PD = torch.randn(tokens, hidden, generator=draws).requires_grad_()
+        weight_VD = torch.randn(vocab, hidden, generator=draws).requires_grad_()
+        ids_P = torch.randint(vocab, (tokens,), generator=draws)
+        before_bytes, start_s = memory_bytes("VmRSS"), self._clock.now()
+        self._logprobs(hidden_PD, weight_VD, ids_P).sum().backward()
+        return self._clock.now() - start_s, memory_bytes("VmHWM") - before_bytes
+
+
+SIDES: dict[str, Callable[[str], LearnerSide]] = {
+    "learner": OwnLearner,
+    "padded": Padded,
+    "dense": lambda model_dir: HeadAlone(_dense),
+    "chunked": lambda model_dir: HeadAlone(_chunked),
+    "tiled": lambda model_dir: HeadAlone(_tiled),
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Serve orders until the input ends."""
+    spec = json.loads(arguments[0])
+    torch.set_num_threads(spec["threads"])
+    side = SIDES[spec["side"]](spec["model"])
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

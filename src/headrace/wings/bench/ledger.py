@@ -1,0 +1,152 @@
+"""What the ledger takes: transitions and episodes a second, and how much longer the demo takes for it."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn, TurnPart
+from headrace.base.types.group import GroupState
+from headrace.base.types.tokens import Tokens
+from headrace.flow import FlowConfig
+from headrace.flow.ledger import Ledger
+from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Stream, Submit
+from headrace.flow.ledger.opening import LEDGERS, make_ledger
+from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
+from headrace.run.session import load_config, train
+from headrace.wings.bench.base import Report, Row, at_least, at_most, report
+from headrace.wings.recipes.demo import build_demo
+
+GROUPS = 2_000
+EPISODES = 4_000
+TOKENS = 2_000
+"""Sampled tokens of an episode."""
+TOKEN_BYTES = 12
+"""Id, logprob and version."""
+SEQUENCES, PIECE = 64, 256
+"""Running turns that are recorded in one transaction, and the tokens of each."""
+PAIRS = 5
+DEMO_STEPS = 60
+MB = 1e6
+
+
+def measure(tell: Callable[[str], None], quick: bool = False) -> Report:
+    """One transaction each; then the demo with its ledger and with one that forgets, in turn. ``quick``: a tenth."""
+    rows: list[Row] = []
+    part = 10 if quick else 1
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        for kind in ("sqlite", "memory"):
+            tell(f"{kind}: transitions, episodes, running turns")
+            directory = Path(scratch) / kind
+            directory.mkdir()
+            rows.append(_throughput(kind, directory, part))
+        tell("the demo")
+        demo = _demo(Path(scratch), tell, 1 if quick else PAIRS)
+    disk = rows[0]
+    targets = [
+        at_least("group transitions", disk["transitions_per_s"], 2_000, "1/s"),
+        at_least("episodes", disk["episodes_mb_s"], 50, "MB/s"),
+        at_most("demo with its ledger by the demo without", demo["with_by_without"], 1.03, "ratio"),
+    ]
+    return report([*rows, demo], targets)
+
+
+def _throughput(kind: str, directory: Path, part: int) -> Row:
+    ledger = make_ledger(FlowConfig(ledger=kind), directory)
+    lives = [operation for number in range(GROUPS // part) for operation in _life(number)]
+    transitions_s = _apply_s(ledger, lives)
+    episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
+    episodes_s = _apply_s(ledger, episodes)
+    parts = [_stream(number) for number in range(200 // part)]
+    parts_s = _apply_s(ledger, parts)
+    assert ledger.conservation().groups.submitted == GROUPS // part
+    ledger.close()
+    return {
+        "what": kind,
+        "transitions_per_s": len(lives) / transitions_s,
+        "episodes_per_s": len(episodes) / episodes_s,
+        "episodes_mb_s": len(episodes) * TOKENS * TOKEN_BYTES / MB / episodes_s,
+        "running_mb_s": len(parts) * SEQUENCES * PIECE * TOKEN_BYTES / MB / parts_s,
+    }
+
+
+class _Forgetful(SqliteLedger):
+    """What a run costs whose ledger records nothing."""
+
+    def apply(self, *operations: Operation) -> None:
+        return
+
+
+def _forgetful(config: FlowConfig, run_dir: Path) -> Ledger:
+    return _Forgetful(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
+
+
+def _demo(scratch: Path, tell: Callable[[str], None], pairs: int) -> Row:
+    """Wall times per trained token, in turn."""
+    demo = build_demo(scratch / "demo", seed=0)
+    ratios: list[float] = []
+    for pair in range(pairs):
+        per_token = {}
+        for kind in ("memory", "sqlite")[:: 1 if pair % 2 else -1]:
+            tell(f"demo, pair {pair}, {'with' if kind == 'sqlite' else 'without'} its ledger")
+            quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.steps={DEMO_STEPS}")
+            settings = [*quiet, f"flow.ledger={kind}", f"run.dir={scratch / f'run-{pair}-{kind}'}"]
+            with patch.dict(LEDGERS, {"memory": _forgetful}):
+                summary = train(load_config(demo.run_file, settings))
+            per_token[kind] = summary.wall_s / summary.tokens_trained
+        ratios.append(per_token["sqlite"] / per_token["memory"])
+    return {
+        "what": "demo",
+        "with_by_without": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
+def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
+    clock = RealClock()
+    start_s = clock.now()
+    for operation in operations:
+        ledger.apply(operation)
+    return clock.now() - start_s
+
+
+def _life(number: int) -> list[Operation]:
+    """A group from its submission to its release, on its own: eight transitions."""
+    states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
+    numbers = (number,)
+    return [
+        Submit(numbers=numbers, rows=(number,), at_s=0.0),
+        *(Move(numbers=numbers, state=state, oldest_version=0, step=number, at_s=0.0) for state in states),
+        EndStep(step=number, numbers=numbers, trained_tokens=0, dropped_tokens={}, ages={}, at_s=0.0),
+        CommitVersion(version=number + 1, numbers=numbers, checksum="", at_s=0.0),
+    ]
+
+
+def _sampled(count: int) -> Tokens:
+    rng = np.random.default_rng(count)
+    return Tokens(
+        ids_T=rng.integers(0, 150_000, count).astype(np.int32),
+        logprobs_T=-rng.exponential(1.0, count).astype(np.float32),
+        versions_T=np.full(count, 3, np.int32),
+    )
+
+
+def _episode(index: int) -> EpisodeGraph:
+    answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
+    return EpisodeGraph(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
+
+
+def _stream(number: int) -> Stream:
+    tokens = _sampled(PIECE)
+    parts = (
+        TurnPart(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
+        for place in range(SEQUENCES)
+    )
+    return Stream(parts=tuple(parts), at_s=0.0)

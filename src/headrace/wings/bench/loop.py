@@ -1,0 +1,125 @@
+"""The whole loop, on the demo: does it learn, and what does it gain by never standing still?"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from headrace.base.clock import RealClock
+from headrace.control.summary import Summary
+from headrace.run.session import load_config, train
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.recipes.demo import Demo, build_demo
+
+SEEDS = (0, 1, 2)
+PAIRS = 3
+"""Synchronous and asynchronous runs, in turn."""
+PAIR_STEPS = 40
+FROZEN_STEPS = 60
+"""Steps of the runs with ``learner.lr=0``: the weights are the same after any number of them."""
+
+
+def measure(tell: Callable[[str], None]) -> Report:
+    """The demo over three seeds, with and without learning; paired runs with a slow reward; the import."""
+    clock = RealClock()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        rows: list[Row] = []
+        demos: list[Demo] = []
+        learned: list[Summary] = []
+        frozen: list[Summary] = []
+        walls_s: list[float] = []
+        for seed in SEEDS:
+            tell(f"demo, seed {seed}")
+            start_s = clock.now()
+            demos.append(build_demo(directory / f"demo-{seed}", seed=seed))
+            learned.append(_run(demos[-1], directory / f"learn-{seed}", f"run.seed={seed}"))
+            walls_s.append(clock.now() - start_s)
+            rows.append(_row("demo", learned[-1], seed=seed, with_build_s=walls_s[-1]))
+            tell(f"demo with learner.lr=0, seed {seed}")
+            frozen.append(
+                _run(
+                    demos[-1],
+                    directory / f"frozen-{seed}",
+                    f"run.seed={seed}",
+                    "learner.lr=0",
+                    f"run.steps={FROZEN_STEPS}",
+                )
+            )
+            rows.append(_row("lr=0", frozen[-1], seed=seed))
+        ratios, paired = _paired(demos[0], directory, tell)
+        rows += paired
+        tell("import")
+        imports_s = [_import_s(clock) for _ in range(5)]
+        rows.append({"what": "import headrace", "median_s": statistics.median(imports_s)})
+    gap_ms = max(summary.commit_gap_ms.p99 for summary in learned)
+    targets = [
+        *_learning(learned, frozen),
+        at_most("demo, model building included, slowest seed", max(walls_s), 180, "s"),
+        at_most("wall time per trained token, asynchronous / synchronous", statistics.median(ratios), 0.75, "ratio"),
+        at_most("commit gap p99, worst run", gap_ms, 5, "ms"),
+        at_most("sequences restarted by weight updates", sum(s.sequences_restarted for s in learned), 0, "sequences"),
+        at_most("engine against learner, mean |Δ logprob|", max(s.mismatch_abs or 0.0 for s in learned), 1e-4, "nats"),
+        at_most("age of the oldest token at max_age=2", max(s.max_token_age for s in learned), 2, "versions"),
+        at_most("import headrace", statistics.median(imports_s), 0.7, "s"),
+    ]
+    return report(rows, targets)
+
+
+def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
+    moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]
+    return [
+        at_most("held-out accuracy before, highest seed", max(s.eval_before or 0.0 for s in learned), 0.55, "fraction"),
+        at_least("held-out accuracy after, lowest seed", min(s.eval_after or 0.0 for s in learned), 0.90, "fraction"),
+        at_most("held-out accuracy moved by lr=0, largest", max(moves), 0.05, "fraction"),
+    ]
+
+
+def _paired(demo: Demo, directory: Path, tell: Callable[[str], None]) -> tuple[list[float], list[Row]]:
+    """Wall time per trained token at ``max_age=1`` over that at ``max_age=0``, one ratio per pair."""
+    ratios: list[float] = []
+    rows: list[Row] = []
+    with as_file(files("headrace.wings.bench") / "slow_reward.py") as slow:
+        for pair in range(PAIRS):
+            per_token: list[float] = []
+            for max_age in (1, 0):
+                tell(f"slow reward, pair {pair}, max_age={max_age}")
+                settings = (f"flow.max_age={max_age}", f"env.reward={slow}:right", f"run.steps={PAIR_STEPS}")
+                summary = _run(demo, directory / f"pair-{pair}-{max_age}", *settings, "data.eval_path=")
+                per_token.append(summary.wall_s / summary.tokens_trained)
+                rows.append(_row(f"slow reward, max_age={max_age}", summary, pair=pair))
+            ratios.append(per_token[0] / per_token[1])
+    return ratios, rows
+
+
+def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
+    quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}")
+    return train(load_config(demo.run_file, [*quiet, *settings]))
+
+
+def _row(what: str, summary: Summary, **more: float) -> Row:
+    return {
+        "what": what,
+        **more,
+        "steps": summary.steps,
+        "eval_before": summary.eval_before,
+        "eval_after": summary.eval_after,
+        "wall_s": summary.wall_s,
+        "trained_tok_s": summary.trained_tok_s,
+        "engine_idle_frac": summary.engine_idle_frac,
+        "learner_idle_frac": summary.learner_idle_frac,
+        "exposed_sync_frac": summary.exposed_sync_frac,
+        "commit_gap_p99_ms": summary.commit_gap_ms.p99,
+        "max_token_age": summary.max_token_age,
+    }
+
+
+def _import_s(clock: RealClock) -> float:
+    start_s = clock.now()
+    subprocess.run([sys.executable, "-c", "import headrace"], check=True)
+    return clock.now() - start_s

@@ -1,0 +1,188 @@
+"""The planner: how large a run it simulates in a minute, and how well it predicts runs on this machine.
+
+Two tasks: answers of geometric length, and the demo, whose answers have three digits. Of each two runs are read for
+what things cost here; six are predicted, of which four have settings that the two did not: another bound, another
+batch, rewards that take their time. Measured and simulated alike from the end of the third step to the end of the last.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.clock import RealClock
+from headrace.flow import FlowConfig
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.run.observe.calibrating import calibrated, recording
+from headrace.run.session import load_config, train
+from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
+from headrace.wings.plan.calibration import SKIPPED, RunRecording
+from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
+from headrace.wings.plan.spread import Lognormal, Uniform
+from headrace.wings.plan.system import Measured
+from headrace.wings.recipes.demo import build_demo
+
+ENGINES, GROUPS, GROUP_SIZE, BATCH = 8_000, 62_464, 16, 1024
+"""Of the large run: 8,000 accelerators generate, 2,000 train; about a million episodes."""
+SLOW = "slow reward"
+REWARDS = Path(__file__).with_name("slow_reward.py")
+ROWS = 2048
+LONG = """
+[model]
+path = "model"
+[data]
+path = "rows.jsonl"
+[engine]
+max_new_tokens = 256
+max_sequences = 128
+[flow]
+groups_per_step = 16
+group_size = 4
+[learner]
+lr = 1e-6
+[run]
+seed = 0
+"""
+"""A run file; its answers have 62 tokens on average, and keep that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTask:
+    """What is run."""
+
+    name: str
+    make: Callable[[Path], Path]
+    """Its run file, in a directory."""
+    slow: str
+    """The reward that takes its time."""
+    groups: int
+    """Of a step."""
+    steps: int
+
+    @property
+    def runs(self) -> dict[str, tuple[str, ...]]:
+        """What is measured; the first two are what costs are read from."""
+        return {
+            f"{self.name}, max_age 1": ("flow.max_age=1",),
+            f"{self.name}, max_age 0": ("flow.max_age=0",),
+            f"{self.name}, max_age 2": ("flow.max_age=2",),
+            f"{self.name}, half the batch": ("flow.max_age=1", f"flow.groups_per_step={self.groups // 2}"),
+            f"{self.name}, {SLOW}, max_age 1": ("flow.max_age=1",),
+            f"{self.name}, {SLOW}, max_age 0": ("flow.max_age=0",),
+        }
+
+
+def _long(directory: Path) -> Path:
+    letters = string.ascii_letters + string.digits
+    spec = TinySpec(
+        vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
+        extra={"tie_word_embeddings": True},
+    )  # fmt: skip
+    make_tiny(directory / "model", spec)
+    rng = random.Random(0)
+    rows = [{"prompt": "".join(rng.choices(letters, k=16)), "answer": 0} for _ in range(ROWS)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "run.toml").write_text(f'{LONG}[env]\nreward = "{REWARDS}:odd"\n')
+    return directory / "run.toml"
+
+
+def _demo(directory: Path) -> Path:
+    return build_demo(directory, seed=0).run_file
+
+
+TASKS = (
+    PlannedTask(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
+    PlannedTask(name="demo", make=_demo, slow="right", groups=64, steps=60),
+)
+
+
+def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+    """Both. ``quick`` shows that it runs, its figures say nothing."""
+    rows: list[Row] = []
+    clock = RealClock()
+    tell("a million episodes")
+    start_s = clock.now()
+    large = _large(quick=quick)
+    seconds = clock.now() - start_s
+    rows.append({"what": "large run", "seconds": seconds, "episodes": large.num_episodes, "engines": ENGINES,
+                 "simulated_s": large.seconds, "trained_tok_s": large.tok_s})  # fmt: skip
+    targets = [at_most("10,000 accelerators, a million episodes", seconds, 60, "s")]
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        for task in TASKS:
+            tell(f"{task.name}: the model")
+            run_file = task.make(directory / task.name)
+            for name, settings in task.runs.items():
+                tell(name)
+                reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
+                _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
+            measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
+            for name in task.runs:
+                row, held = _compared(name, recording(directory / name), measured)
+                rows.append(row)
+                targets += held
+    return report(rows, targets)
+
+
+def _large(*, quick: bool) -> SimulatedOutcome:
+    world = World(
+        flow=FlowConfig(groups_per_step=BATCH, group_size=GROUP_SIZE, max_age=2),
+        steps=(GROUPS // BATCH) if not quick else 1,
+        engine=Roofline(
+            weight_bytes=16e9, kv_bytes=147_456, flop_per_token=16e9, bandwidth=2e12, flops=6e14, overhead_s=0.002
+        ),
+        num_engines=ENGINES,
+        cache_tokens=4e5,
+        max_new_tokens=32_768,
+        learner=TrainingRate(tok_s=2e7),
+        sync=SyncCost(snapshot_s=0.05, travel_s=0.5, gap_s=0.01),
+        workload=Workload(prompt_tokens=200, answer_tokens=Lognormal(mean=4000), reward_s=0.3),
+    )
+    return Simulation(world, seed=0).run()
+
+
+def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None:
+    quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.dir={run_dir}", f"run.steps={steps}")
+    train(load_config(run_file, [*quiet, *settings]))
+
+
+def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
+    """One run, and what two others said it would be."""
+    flow = run.config["flow"]
+    reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s
+    world = World(
+        flow=FlowConfig(
+            groups_per_step=flow["groups_per_step"], group_size=flow["group_size"], max_age=flow["max_age"]
+        ),
+        steps=len(run.steps),
+        engine=measured.engine,
+        max_sequences=run.config["engine"]["max_sequences"],
+        learner=TrainingRate(tok_s=measured.train_tok_s, fixed_s=measured.train_fixed_s),
+        sync=measured.sync,
+        workload=measured.workload.model_copy(update={"reward_s": reward_s}),
+        episode_s=measured.episode_s,
+    )
+    simulated = Simulation(world, seed=0).run()
+    seen_s = run.steps[-1].clock_s - run.steps[SKIPPED].clock_s
+    told_s = simulated.steps[-1].end_s - simulated.steps[SKIPPED].end_s
+    seen_age = _mean_age([{age: float(n) for age, n in step.ages.items()} for step in run.steps[SKIPPED + 1 :]])
+    told_age = _mean_age([step.ages for step in simulated.steps[SKIPPED + 1 :]])
+    tokens = sum(step.trained_tokens for step in run.steps[SKIPPED + 1 :])
+    row: Row = {"what": name, "measured_tok_s": tokens / seen_s, "simulated_tok_s": tokens / told_s,
+                "measured_age": seen_age, "simulated_age": told_age}  # fmt: skip
+    off_age = abs(told_age - seen_age) / seen_age if seen_age else told_age
+    return row, [
+        at_most(f"{name}: throughput, simulated against measured", abs(seen_s / told_s - 1), 0.10, "fraction"),
+        at_most(f"{name}: mean age, simulated against measured", off_age, 0.15, "fraction"),
+    ]
+
+
+def _mean_age(steps: list[dict[int, float]]) -> float:
+    total = sum(tokens for ages in steps for tokens in ages.values())
+    return sum(age * tokens for ages in steps for age, tokens in ages.items()) / max(total, 1e-9)

@@ -1,0 +1,25 @@
+"""The program ``headrace train`` in a process of its own, as a user has it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+_PROGRAM = "from headrace.run.cli import main; main()"
+
+
+@asynccontextmanager
+async def training(arguments: Sequence[str], *, resume: bool) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run ``headrace train`` with ``arguments``; the program is killed when the body ends before it does."""
+    words = ["train", *arguments, *(["--resume"] if resume else [])]
+    program = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PROGRAM, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield program
+    finally:
+        with suppress(ProcessLookupError):
+            program.kill()
+        await program.wait()

@@ -1,0 +1,132 @@
+"""Scoring beside the loop: what a slow judge and a process reward cost the learner, and what the sandbox costs.
+
+A small model with a fast verifier alone, and the same with two more scorers: a judge behind HTTP that takes 0.5 to
+2.5 s, and a process reward of 0.2 s per turn. Both runs of a pair sample and train the same number of tokens, under the
+same bound of staleness: what the scorers take has to go on beside.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from headrace.base.clock import RealClock
+from headrace.control.summary import Summary
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.rollout.scoring.sandbox import run_python
+from headrace.run.session import train
+from headrace.wings.bench.base import Report, Row, at_most, report
+
+PAIRS = 3
+STEPS = 100
+ANSWER_TOKENS = 96
+SETTINGS = {
+    "engine": {"max_new_tokens": ANSWER_TOKENS, "max_sequences": 128},
+    "flow": {"groups_per_step": 16, "group_size": 4, "max_age": 6},
+    "learner": {"lr": 0.0},
+    "launch": {"engine_threads": 1, "learner_threads": 1},
+    "observe": {"view": "none", "report": False},
+}
+"""The weights stand still, so that both runs of a pair sample alike."""
+SANDBOX_RUNS = 20
+
+
+def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
+    """Pairs of runs, in turn; ``quick``: one short pair."""
+    pairs, steps = (1, 6) if quick else (PAIRS, STEPS)
+    rows: list[Row] = []
+    more: list[float] = []
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
+        rewards = stack.enter_context(as_file(files("headrace.wings.bench") / "scoring_rewards.py"))
+        url = stack.enter_context(_slow_judge())
+        tree = {**SETTINGS, "model": {"path": _model(directory)}, "data": {"path": _rows(directory)}}
+        for pair in range(pairs):
+            idle: list[float] = []
+            for what, components in _kinds(rewards, url).items():
+                tell(f"pair {pair}: {what}")
+                run = {"dir": str(directory / f"{pair}-{len(components)}"), "steps": steps, "checkpoint_every": steps}
+                summary = train({**tree, "env": {"rewards": components}, "run": run})
+                idle.append(summary.learner_idle_frac)
+                rows.append(_row(what, pair, summary))
+            more.append(idle[1] - idle[0])
+    tell("the sandbox")
+    sandbox_s = _sandbox_s()
+    rows.append({"what": "sandbox: start, print, end", "median_s": sandbox_s})
+    name = "learner idle with judge and process reward, above outcome only"
+    targets = [
+        at_most(name, statistics.median(more), 0.05, "fraction"),
+        at_most("sandbox: one empty program", sandbox_s, 0.25, "s"),
+    ]
+    return report(rows, targets)
+
+
+def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
+    verifier = {"kind": "function", "ref": f"{rewards}:verifier"}
+    process = {"kind": "function", "ref": f"{rewards}:process", "by_turn": True, "weight": 0.5}
+    judge = {"kind": "judge", "base_url": url, "model": "any", "weight": 0.1, "concurrency": 256}
+    return {"outcome only": [verifier], "verifier, process, judge": [verifier, process, judge]}
+
+
+def _model(directory: Path) -> str:
+    spec = TinySpec(
+        vocab="0123456789+=",
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=1024,
+        max_positions=128,
+    )
+    return str(make_tiny(directory / "model", spec))
+
+
+def _rows(directory: Path) -> str:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{a}+{a + 1}="}) + "\n" for a in range(100)), encoding="utf-8")
+    return str(path)
+
+
+@contextmanager
+def _slow_judge() -> Iterator[str]:
+    """Where it answers, while it does."""
+    program = [sys.executable, "-m", "headrace.wings.bench.slow_judge"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+        finally:
+            process.kill()
+
+
+def _row(what: str, pair: int, summary: Summary) -> Row:
+    return {
+        "what": what,
+        "pair": pair,
+        "steps": summary.steps,
+        "tokens_generated": summary.tokens_generated,
+        "tokens_trained": summary.tokens_trained,
+        "wall_s": summary.wall_s,
+        "trained_tok_s": summary.trained_tok_s,
+        "engine_idle_frac": summary.engine_idle_frac,
+        "learner_idle_frac": summary.learner_idle_frac,
+        "max_token_age": summary.max_token_age,
+    }
+
+
+def _sandbox_s() -> float:
+    clock = RealClock()
+    seconds = []
+    for _ in range(SANDBOX_RUNS):
+        start_s = clock.now()
+        assert run_python("print(1)").ok
+        seconds.append(clock.now() - start_s)
+    return statistics.median(seconds)

@@ -1,0 +1,36 @@
+"""A judge that takes its time: an endpoint of OpenAI's chat completions for the benchmark of scoring.
+
+``python -m headrace.wings.bench.slow_judge`` prints the port that it listens on. How long an answer takes is fixed by
+its question: 0.5 to 2.5 s, as a model of some size takes for a few sentences. What it says is fixed, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import zlib
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+LEAST_S, MORE_S = 0.5, 2.0
+
+
+async def _answer(request: Request) -> JSONResponse:
+    await asyncio.sleep(LEAST_S + MORE_S * zlib.crc32(await request.body()) / 0xFFFFFFFF)
+    return JSONResponse({"choices": [{"message": {"role": "assistant", "content": 'Well. {"score": 5}'}}]})
+
+
+def main() -> None:
+    """Serve until killed."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+        print(listening.getsockname()[1], flush=True)  # noqa: T201 - whoever started it reads it
+        app = Starlette(routes=[Route("/v1/chat/completions", _answer, methods=["POST"])])
+        uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Weights on their way: every transport with every codec, from one process to another, and the gap of a commit.
+
+Per transport and codec, over several versions, each of which changes one weight in thirty: how long the learner stands
+still (beside one copy of the same bytes from memory to memory), hashes, encodes and sends; how long the engine's side
+stages; how long its commit takes. Commit gaps are also taken from engines that decode 32 sequences. The broadcast of
+one parameter after the other is the baseline of the buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import shared_memory_root
+from headrace.base.types.weights import WeightUpdate
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.sync.codecs import CODECS
+from headrace.sync.config import Route
+from headrace.sync.groups import ProcessGroup, meet
+from headrace.sync.receiver import Receiver
+from headrace.sync.transports import TRANSPORTS, make_receiver
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.engine import LARGE, SMALL
+from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
+
+HALF_BILLION = TinySpec(
+    hidden_size=2048, num_layers=11, num_heads=16, num_kv_heads=8, intermediate_size=5632, vocab=LARGE.vocab,
+    max_positions=2048, extra={"tie_word_embeddings": True},
+)  # fmt: skip
+WORKER = "headrace.wings.bench.sync_worker"
+RANK = 8
+"""Of the adapters."""
+BATCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """One model."""
+
+    name: str
+    spec: TinySpec
+    rounds: int
+    """Versions per transport and codec."""
+    commits: int
+    """Of the engine that decodes."""
+    crossed: bool
+    """Whether every transport goes with every codec; else each of them goes once with ``full`` or ``shm``, since what a
+    codec costs does not depend on the transport."""
+
+    def ways(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
+        """Codecs and transports that go together."""
+        every = itertools.product(codecs, TRANSPORTS)
+        return [way for way in every if self.crossed or way[0] == "full" or way[1] == "shm"]
+
+
+FULL = (
+    Size(name="28M", spec=LARGE, rounds=8, commits=200, crossed=True),
+    Size(name="519M", spec=HALF_BILLION, rounds=3, commits=20, crossed=False),
+)
+QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, crossed=True),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SyncBench:
+    directory: Path
+    tell: Callable[[str], None]
+    clock: RealClock
+    quick: bool
+    threads: int
+
+    @contextmanager
+    def learner(self, plan: SyncPlan) -> Iterator[PeerProcess]:
+        path = self.directory / "plan.json"
+        path.write_bytes(msgspec.json.encode(plan))
+        with worker("learner", path, self.threads, module=WORKER) as opened:
+            yield opened
+
+
+def measure(tell: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
+    """Everything. ``threads`` of each side (unset: one); ``quick`` shows that it runs, its figures say nothing."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    torch.set_num_threads(threads or 1)
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        bench = _SyncBench(
+            directory=Path(scratch), tell=tell, clock=RealClock(), quick=quick, threads=threads or 1
+        )  # fmt: skip
+        for size in QUICK if quick else FULL:
+            _every_way(bench, size, rows, targets)
+            _decoding(bench, size, rows, targets)
+        _broadcasts(bench, rows, targets)
+    return report(rows, targets)
+
+
+def plan_of(spec: TinySpec) -> SyncPlan:
+    """The weights of a Qwen3 of that size, in bfloat16."""
+    kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {"embed": (len(spec.vocab) + 3, spec.hidden_size)}
+    for layer in range(spec.num_layers):
+        for name, rows in (("q", spec.hidden_size), ("k", kv), ("v", kv), ("o", spec.hidden_size)):
+            shapes[f"{layer}.{name}"] = (rows, spec.hidden_size)
+        shapes |= {f"{layer}.{name}": (spec.intermediate_size, spec.hidden_size) for name in ("gate", "up")}
+        shapes[f"{layer}.down"] = (spec.hidden_size, spec.intermediate_size)
+        shapes |= {f"{layer}.{name}": (spec.hidden_size,) for name in ("norm_1", "norm_2")}
+    return SyncPlan(shapes=shapes, dtype="bfloat16")
+
+
+def adapters_of(plan: SyncPlan) -> SyncPlan:
+    """Adapters of rank 8 of all its matrices but the embedding."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in plan.shapes.items():
+        if len(shape) == 2 and name != "embed":
+            shapes |= {f"{name}.lora_A": (RANK, shape[1]), f"{name}.lora_B": (shape[0], RANK)}
+    return SyncPlan(shapes=shapes, dtype=plan.dtype)
+
+
+def _every_way(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    whole = plan_of(size.spec)
+    for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
+        with bench.learner(plan) as learner:
+            copied = learner.ask({"do": "copy"})
+            for codec, transport in size.ways(codecs):
+                bench.tell(f"{size.name}: {transport}, {codec}")
+                row = _one_way(bench, learner, plan, (transport, codec, size.rounds))
+                copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
+                row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
+                rows.append({"what": "way", "model": size.name, **row})
+    found = {(row["transport"], row["codec"]): row for row in rows if row.get("model") == size.name}
+    stands, adapter = found["shm", "full"]["exposed by copy"], found["shm", "adapter"]
+    adapter_ms = (adapter["stage_s"] + adapter["commit_p50_s"]) * 1e3
+    targets += [
+        at_most(f"{size.name}, full: learner stands still, by one copy", stands, 1.3, "ratio"),
+        at_most(f"{size.name}, adapter of rank {RANK}: staged and committed", adapter_ms, 1.0, "ms"),
+    ]
+
+
+def _one_way(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, way: tuple[str, str, int]) -> Row:
+    """Medians over the versions after the first two, which take the memory."""
+    transport, codec, rounds = way
+    with ExitStack() as stack:
+        places = {"shm": shared_memory_root() / bench.directory.name, "files": bench.directory / "files"}
+        address = str(places.get(transport, bench.directory / "meet"))
+        route = Route(transport=transport, codec=codec, address=address, deadline_s=DEADLINE_S)
+        receiver = make_receiver(route, tensors_of(plan), TOKEN)
+        stack.callback(receiver.close)
+        learner.ask({"do": "open", "route": msgspec.to_builtins(route)})
+        figures = [_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
+    row: Row = {"transport": transport, "codec": codec}
+    for key in ("exposed_s", "announce_s", "stage_s", "bytes"):
+        row[key] = statistics.median(figure[key] for figure in figures)
+    commits_s = [figure["commit_s"] for figure in figures]
+    return row | {"commit_p50_s": statistics.median(commits_s), "commit_p99_s": float(np.quantile(commits_s, 0.99))}
+
+
+def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
+    to = [receiver.address] if receiver.address else []
+    answer = learner.ask({"do": "publish", "version": version, "slot": version % 2, "to": to})
+    update = msgspec.convert(answer["update"], WeightUpdate)
+    start_s = bench.clock.now()
+    receiver.stage(update)
+    staged_s = bench.clock.now()
+    receiver.commit(version)
+    return {
+        "exposed_s": answer["exposed_s"],
+        "announce_s": answer["announce_s"],
+        "stage_s": staged_s - start_s,
+        "commit_s": bench.clock.now() - staged_s,
+        "bytes": update.num_bytes,
+    }
+
+
+def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """The gaps of commits through shared memory, in an engine that decodes."""
+    bench.tell(f"{size.name}: commits while {BATCH} sequences decode")
+    model = make_tiny(bench.directory / size.name, size.spec)
+    with worker("fed", model, bench.threads) as engine:
+        order: dict[str, Any] = {"prompts": [[3, 4, 5, 6]] * BATCH, "lengths": [size.commits] * BATCH}
+        answer = engine.ask({**order, "commits": size.commits})
+    gaps_ms = np.array(answer["gaps_s"]) * 1e3
+    p50, p99 = (float(value) for value in np.quantile(gaps_ms, [0.5, 0.99]))
+    rows.append(
+        {"what": "commit gap", "model": size.name, "commits": len(gaps_ms), "running": answer["mean_running"],
+         "p50_ms": p50, "p99_ms": p99}
+    )  # fmt: skip
+    targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
+
+
+def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
+    """Gloo between two processes: tensor by tensor, in buckets, and as one tensor that was packed before."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for at in range(600):
+        shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
+    for name, plan in (("adapters", SyncPlan(shapes=shapes, dtype="bfloat16")), ("28M", plan_of(LARGE))):
+        bench.tell(f"gloo: {name}")
+        with bench.learner(plan) as learner:
+            peer = _Peer(bench, learner, plan, bench.directory / f"gloo-{name}")
+            each, buckets, one = (peer.shortest_s(how) for how in ("each", "buckets", "one"))
+        row: Row = {"what": "gloo", "model": name, "tensors": len(plan.shapes)}
+        row |= {"each_s": each, "buckets_s": buckets, "one_s": one}
+        rows.append(row | {"each by buckets": each / buckets, "one by buckets": one / buckets})
+        if name == "adapters":
+            targets.append(at_least("gloo, 1,200 tensors: one by one, by buckets", each / buckets, 5.0, "ratio"))
+        else:
+            targets.append(at_least("gloo, 28M: speed of buckets, by one tensor's", one / buckets, 0.6, "fraction"))
+
+
+class _Peer:
+    """The receiving end of the broadcasts."""
+
+    def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
+        self._bench, self._learner, self._directory = bench, learner, directory
+        self._tensors = list(tensors_of(plan).values())
+        self._group: ProcessGroup | None = None
+
+    def shortest_s(self, how: str) -> float:
+        """Of several, from when this side is there until it has everything."""
+        return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
+
+    def _broadcast(self, how: str) -> float:
+        order = {"do": "broadcast", "how": how, "directory": str(self._directory)}
+        asked = threading.Thread(target=self._learner.ask, args=(order,))
+        asked.start()
+        if self._group is None:
+            self._group = meet(self._directory, "bench", (1, 2), DEADLINE_S)
+        start_s = self._bench.clock.now()
+        broadcast(self._group, self._tensors, how, packs=False)
+        seconds = self._bench.clock.now() - start_s
+        asked.join()
+        return seconds

@@ -1,0 +1,320 @@
+"""The trainer's side of Atropos, for a loop of your own: environments that are services of their own fill its queue.
+
+environments ──/v1/chat/completions──▶ serving(policy) ─▶ the policy's engine ─▶ answers are remembered as sampled
+     │ /register-env, /scored_data, /scored_data_list                                   │
+     ▼                                                                                  ▼
+Atropos' API server (``run-api``) ──/register, /batch──▶ Queue.batches ─▶ ids, logprobs and versions of what was sampled
+
+What environments send are ids and masks. Trained is what the engine has sampled, token for token: what a mask marks and
+nobody here has sampled carries no loss, and is counted.
+
+    async with policy, serving(policy, port=9001, token=TOKEN) as answers:
+        async with registered("http://127.0.0.1:8000", answers, Registration(batch_size=64, ...)) as queue:
+            async for groups in queue.batches():
+                samples = [[Sample.of(tokens) for tokens in group.sequences] for group in groups]
+                policy.forward_backward(samples, policy.advantages("grpo", [group.scores for group in groups]))
+
+Source: the endpoints of ``atroposlib.api.server`` 0.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, cast
+
+import httpx
+import msgspec
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import DataError, DeadlineError, RunError
+from headrace.base.net.shell import HttpServer, ShellLimits
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.engine.base import PLAIN, Engine, RequestOptions, TokenChunk
+from headrace.models import context_length
+from headrace.models.endings import stop_ids
+from headrace.wings.serve.answering import Service
+from headrace.wings.serve.app import State, make_app
+from headrace.wings.serve.chat import ServedTokenizer
+from headrace.wings.serve.config import ServeSection
+from headrace.wings.serve.prompts import PromptLimits
+
+UNMARKED = -100
+"""The mask of a token that is not to be trained."""
+POLL_S = 0.25
+"""Between two questions for a batch, while there is none."""
+REMEMBERED = 1 << 24
+"""Tokens of prompts and answers that are remembered; the oldest are forgotten first."""
+
+
+class OpenPolicy(Protocol):
+    """What is needed of an open :class:`headrace.Policy`."""
+
+    config: Any
+    tokenizer: Any
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        ...
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer tells the queue of itself: the fields of ``/register``."""
+
+    batch_size: int
+    """Sequences of a batch."""
+    max_token_len: int
+    """Longest sequence."""
+    num_steps: int
+    """Batches that will be taken."""
+    starting_step: int = 0
+    """The first of them."""
+    wandb_group: str = "headrace"
+    """Under which environments log, where they do."""
+    wandb_project: str = "headrace"
+    """As for the group."""
+    checkpoint_dir: str = ""
+    """Where environments keep their own state; empty: their working directory."""
+    save_checkpoint_interval: int = -1
+    """Steps between two states of theirs; -1: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtroposGroup:
+    """Answers to one question."""
+
+    sequences: list[Tokens]
+    """Prompt and answers of each, as they were sampled."""
+    scores: list[float]
+    """One per sequence."""
+
+
+class _Scored(msgspec.Struct, frozen=True, kw_only=True):
+    """A group as the queue has it."""
+
+    tokens: list[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]]
+    masks: list[list[int]]
+    scores: list[float]
+
+
+class Answers:
+    """What was sampled, by what was read before it."""
+
+    def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
+        self._most = most_tokens
+        self.token = token
+        """What environments have to send as their API key."""
+        self._size = 0
+        self._by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
+        self.num_marked = 0
+        """Tokens that environments have marked."""
+        self.num_unknown = 0
+        """Of them, those that nobody here has sampled: they carry no loss."""
+        self.num_left_out = 0
+        """Sequences of which nothing was sampled here: they are in no batch."""
+
+    def keep(self, prompt_ids_T: IntColumn, answer: Tokens) -> None:
+        """Remember an answer."""
+        key = np.asarray(prompt_ids_T, np.int32).tobytes()
+        self._by_prompt.setdefault(key, []).append(answer)
+        self._size += len(prompt_ids_T) + len(answer)
+        while self._size > self._most and len(self._by_prompt) > 1:
+            old, forgotten = self._by_prompt.popitem(last=False)
+            self._size -= sum(len(old) // 4 + len(tokens) for tokens in forgotten)
+
+    def sampled(self, ids: list[int], mask: list[int]) -> Tokens:
+        """``ids``, with what was sampled of those that ``mask`` marks."""
+        ids_T = np.asarray(ids, np.int32)
+        parts: list[Tokens] = []
+        done = 0
+        for start, end in _spans(mask):
+            answer = self._answer(ids_T, start, end)
+            parts += [Tokens.observed(ids_T[done:start]), answer]
+            done = start + len(answer)
+            self.num_marked += end - start
+            self.num_unknown += end - done
+        return Tokens.concat([*parts, Tokens.observed(ids_T[done:])])
+
+    def _answer(self, ids_T: IntColumn, start: int, end: int) -> Tokens:
+        """The longest beginning of ``ids_T[start:end]`` that was sampled behind ``ids_T[:start]``."""
+        found = Tokens.observed([])
+        for answer in self._by_prompt.get(ids_T[:start].tobytes(), ()):
+            length = min(len(answer), end - start)
+            same = np.append(answer.ids_T[:length] == ids_T[start : start + length], False)
+            common = int(np.argmin(same))
+            if common > len(found):
+                found = answer[:common]
+        return found
+
+
+@asynccontextmanager
+async def serving(
+    policy: OpenPolicy, *, port: int = 0, name: str = "policy", token: str = ""
+) -> AsyncIterator[Answers]:
+    """Answer OpenAI's completions and chat completions at ``127.0.0.1:port`` for the body's duration, with the weights
+    that were published last. Whoever asks has to send ``token`` as the API key; where none is given one is made."""
+    config, tokenizer = policy.config, policy.tokenizer
+    answers = Answers(token=token or secrets.token_urlsafe(24))
+    recorder = _Recorder(policy.engine, answers, config.engine.temperature)
+    path = config.model.path
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode") as encoder:
+        service = Service(
+            engine=cast("Engine", recorder),
+            words=ServedTokenizer(tokenizer, stop_ids(path, tokenizer.eos_token_id)),
+            terms=PromptLimits(
+                model=name, max_context=config.engine.max_context or context_length(path), limits=ServeSection()
+            ),
+            clock=RealClock(),
+            encoder=encoder,
+        )
+        server = HttpServer(make_app(State(service=service), answers.token), ShellLimits(max_connections=1024))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(server.serve([socket.create_server(("127.0.0.1", port))]))
+            try:
+                yield answers
+            finally:
+                server.should_exit = True
+                await asyncio.wait({running})
+
+
+@asynccontextmanager
+async def registered(
+    url: str, answers: Answers, registration: Registration, *, timeout_s: float = 600.0
+) -> AsyncIterator[Queue]:
+    """Atropos' API server at ``url``, which has this trainer for the body's duration."""
+    async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
+        queue = Queue(client, answers, timeout_s)
+        await queue.ask("POST", "/register", msgspec.to_builtins(registration))
+        yield queue
+
+
+class Queue:
+    """The batches of Atropos' API server. Made by :func:`registered`."""
+
+    def __init__(self, client: httpx.AsyncClient, answers: Answers, timeout_s: float) -> None:
+        self._client = client
+        self._answers = answers
+        self._timeout_s = timeout_s
+
+    async def batches(self) -> AsyncIterator[list[AtroposGroup]]:
+        """Batch after batch, without end. Sequences of which nothing was sampled here are left out, and counted.
+
+        Raises :class:`~headrace.base.errors.DeadlineError` where none comes within the queue's ``timeout_s``.
+        """
+        while True:
+            batch = await self._next()
+            groups = [self._group(scored) for scored in batch]
+            if any(group.sequences for group in groups):
+                yield [group for group in groups if group.sequences]
+
+    async def ask(self, method: str, path: str, tree: Any = None) -> Any:
+        """What the server answers; :class:`~headrace.base.errors.RunError` where it does not."""
+        try:
+            response = await self._client.request(method, path, json=tree)
+            response.raise_for_status()
+            return response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise RunError(
+                f"Atropos' API server at {self._client.base_url} does not answer {path}: {error}",
+                remedy="start it with run-api, and give its URL",
+            ) from None
+
+    async def _next(self) -> list[_Scored]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not (batch := await self._asked()):  # noqa: ASYNC110 - another process: it can set no event here
+                    await asyncio.sleep(POLL_S)
+                return batch
+        except TimeoutError:
+            raise DeadlineError(
+                f"Atropos' API server had no batch for {self._timeout_s:g} s",
+                remedy="is an environment running, and does it reach the policy?",
+            ) from None
+
+    async def _asked(self) -> list[_Scored]:
+        return read_batch(await self.ask("GET", "/batch"))
+
+    def _group(self, scored: _Scored) -> AtroposGroup:
+        group = AtroposGroup(sequences=[], scores=[])
+        for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
+            tokens = self._answers.sampled(ids, mask)
+            if not tokens.sampled_T.any():
+                self._answers.num_left_out += 1
+                continue
+            group.sequences.append(tokens)
+            group.scores.append(score)
+        return group
+
+
+class _Recorder:
+    """An engine whose answers are remembered, if they can be trained: those at the policy's temperature."""
+
+    def __init__(self, engine: Engine, answers: Answers, temperature: float) -> None:
+        self._engine = engine
+        self._answers = answers
+        self._temperature = temperature
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        """As the engine's own."""
+        sampling = msgspec.structs.replace(sampling, record_kept=sampling.truncated)
+        parts: list[Tokens] = []
+        async with aclosing(self._engine.generate(prompt_ids_T, sampling, options)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                parts = [chunk.tokens] if chunk.restarted else [*parts, chunk.tokens]
+                if chunk.stop_reason is not None and sampling.temperature == self._temperature:
+                    self._answers.keep(prompt_ids_T, Tokens.concat(parts))
+                yield chunk
+
+
+def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
+    """Where the mask marks tokens: beginnings and ends.
+
+    >>> list(_spans([-100, 5, 6, -100, 7]))
+    [(1, 3), (4, 5)]
+    """
+    marked = np.asarray([False, *(value != UNMARKED for value in mask), False])
+    edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
+    yield from zip(edges[::2], edges[1::2], strict=True)
+
+
+def read_batch(told: Any) -> list[_Scored]:
+    """The groups of an answer to ``/batch``; none while there is no batch.
+
+    Raises :class:`~headrace.base.errors.RunError` for an error of the server, :class:`~headrace.base.errors.DataError`
+    for what cannot be used.
+    """
+    if not isinstance(told, dict) or not isinstance(told.get("batch") or [], list):
+        raise RunError("Atropos' API server answers /batch with no batch", remedy="is it Atropos' API server?")
+    if told.get("status") == "error":
+        raise RunError(f"Atropos' API server: {told.get('message')}", remedy="register again")
+    return [_scored(tree) for tree in told.get("batch") or ()]
+
+
+def _scored(tree: Any) -> _Scored:
+    """A group that can be used; :class:`~headrace.base.errors.DataError` for what cannot."""
+    try:
+        scored = msgspec.convert(tree, _Scored, strict=False)
+    except msgspec.ValidationError as error:
+        raise DataError(f"a group of Atropos' API server: {error}", remedy="mend the environment") from None
+    lengths = [len(ids) for ids in scored.tokens]
+    if len(scored.scores) != len(lengths) or [len(mask) for mask in scored.masks] != lengths:
+        raise DataError(
+            f"a group of Atropos' API server has {len(lengths)} sequences, {len(scored.masks)} masks and "
+            f"{len(scored.scores)} scores, or masks of another length than their tokens",
+            remedy="mend the environment",
+        )
+    return scored

@@ -1,0 +1,1 @@
+"""Machines beside this one: Ray, and machines that join a run."""

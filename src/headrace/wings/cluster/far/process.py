@@ -1,0 +1,119 @@
+"""A process that is kept on another machine, as the run sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headrace.wings.cluster.far.keeper import FarExit
+
+METER_S = 1.0
+"""Longest wait for a reading of processor time."""
+MAX_WORDS = 200
+"""Bytes that a machine may say of what keeps a process from going on."""
+KILL_S = 30.0
+"""How long its machine may take to say that a process has ended which was to be ended; then it counts as gone."""
+
+
+class KeeperLost(Exception):
+    """A keeper has ended, or cannot be reached: why, in words."""
+
+
+class KeeperUnusable(Exception):
+    """A keeper cannot be made on its machine, whatever is tried: why, in words."""
+
+
+class Keeping(Protocol):
+    """A :class:`~headrace.wings.cluster.far.keeper.ProcessKeeper`, to whoever needs it."""
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """What the method will return; fails with :class:`KeeperLost` or :class:`KeeperUnusable`."""
+        ...
+
+    def kill(self) -> None:
+        """End it; its process ends with it."""
+        ...
+
+
+async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
+    """What was asked of a keeper. Raises :class:`KeeperLost`, :class:`KeeperUnusable`, ``TimeoutError``."""
+    await asyncio.wait([answer], timeout=timeout_s)
+    if not answer.done():
+        raise TimeoutError
+    return answer.result()
+
+
+class FarProcess:
+    """See :class:`~headrace.launch.child.Process`."""
+
+    def __init__(self, keeper: Keeping, pid: int, node: str, *, kept: bool) -> None:
+        self._keeper, self._pid, self._node, self._kept = keeper, pid, node, kept
+        self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
+        keeper.call("ended").add_done_callback(self._learn_end)
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    def node(self) -> str:
+        return self._node
+
+    @property
+    def working_pid(self) -> int:
+        return self._pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._end.result().code if self._end.done() else None
+
+    @property
+    def told_to_end(self) -> bool:
+        return not self._kept
+
+    async def wait(self) -> int:
+        await asyncio.wait([self._end])
+        return self._end.result().code
+
+    async def kill(self) -> None:
+        self._keeper.kill()  # the pipe that it holds is closed by that, and everything ends
+        await asyncio.wait([self._end], timeout=KILL_S)
+        if not self._end.done():
+            self._end.set_result(_gone("was ended, and its machine does not say that it is gone"))
+
+    async def computed_s(self) -> float:
+        try:
+            return float(await in_time(self._keeper.call("computed_s"), METER_S))
+        except (KeeperLost, KeeperUnusable, TimeoutError):
+            return 0.0
+
+    async def halted(self) -> str:
+        try:
+            words: bytes = await in_time(self._keeper.call("halted"), METER_S)
+        except (KeeperLost, KeeperUnusable, TimeoutError):
+            return ""
+        return words[:MAX_WORDS].decode("utf-8", "replace")
+
+    def ending(self) -> str:
+        return self._end.result().words
+
+    def last_lines(self, log: Path) -> list[str]:
+        return self._end.result().lines
+
+    def close(self) -> None:
+        self._keeper.kill()
+
+    def _learn_end(self, answer: asyncio.Future[Any]) -> None:
+        if self._end.done() or answer.cancelled():
+            return
+        error = answer.exception()
+        ended = _gone(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
+        self._end.set_result(ended)
+
+
+def _gone(words: str) -> FarExit:
+    return FarExit(code=-signal.SIGKILL, words=words, lines=[])

@@ -1,0 +1,284 @@
+"""Ray, as far as a run needs it. The only file that imports it.
+
+What goes over Ray is a few strings and numbers of the launcher's own: no weights, episodes or messages of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import ConfigError, DeadlineError
+from headrace.launch.config import ResourceShare
+from headrace.wings.cluster.far.keeper import ProcessKeeper
+from headrace.wings.cluster.far.process import KeeperLost, KeeperUnusable
+
+REACH_S = 10.0
+"""How long the head of a cluster may take to answer at all."""
+LOOK_S = 0.5
+"""How often the cluster is asked whether there is room by now."""
+GB = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A machine of the cluster that is there."""
+
+    address: str
+    cpus: float
+    """Cores, as the cluster counts them."""
+    gpus: float
+    """GPUs, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """One keeper."""
+
+    handle: Any
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """See :class:`~headrace.wings.cluster.far.process.Keeping`."""
+        bound = getattr(self.handle, method)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def settle(said: asyncio.Future[Any]) -> None:
+            error = None if said.cancelled() else said.exception()
+            if said.cancelled() or answer.done():
+                return
+            if error is None:
+                answer.set_result(said.result())
+            else:
+                answer.set_exception(misfortune(error))
+                answer.exception()  # whoever asked may have left
+
+        asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
+        return answer
+
+    def kill(self) -> None:
+        """End it; its process ends with it."""
+        import ray
+
+        with suppress(Exception):  # the cluster may be gone
+            ray.kill(self.handle, no_restart=True)
+
+
+async def _refuse_unreachable(address: str) -> None:
+    """Ray itself would try for minutes. Only of HOST:PORT; the other forms it looks up by itself."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    try:
+        async with asyncio.timeout(REACH_S):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError, OverflowError) as error:
+        raise _no_cluster(address, str(error) or f"nobody has answered for {REACH_S:g} s") from None
+    writer.close()
+
+
+def _no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"launch.ray.address={address!r} leads to no Ray cluster: {why}",
+        remedy="start one (ray start --head; on other machines: ray start --address HEAD:6379), submit the run with "
+        "ray job submit, or set launch.ray.address = 'local'",
+    )
+
+
+def misfortune(error: BaseException) -> KeeperLost | KeeperUnusable:
+    """What an error of Ray means for the actor that was asked."""
+    from ray import exceptions
+
+    made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
+    if made or "creation task" in str(error):
+        return KeeperUnusable(_last_line(error))
+    return KeeperLost(_why(error))
+
+
+class RayReservation:
+    """What the cluster holds for the run: a bundle for each part that is always there."""
+
+    def __init__(self, group: Any, parts: Sequence[tuple[str, ResourceShare]]) -> None:
+        self._group = group
+        self._places = {name: place for place, (name, _) in enumerate(parts)}
+
+    def strategy(self, name: str) -> Any:
+        """Where that part is to be; parts that come and go have no bundle, and are spread."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if name not in self._places:
+            return "SPREAD"
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._places[name])
+
+
+class RayCluster:
+    """A cluster that this process belongs to."""
+
+    def __init__(self, *, ours: bool) -> None:
+        self._ours = ours
+        self._room: Any = None
+
+    @classmethod
+    async def joined(cls, address: str) -> RayCluster:
+        """Join it, unless this process has; :class:`~headrace.base.errors.ConfigError` where there is none."""
+        import ray
+
+        if ray.is_initialized():
+            return cls(ours=False)
+        await _refuse_unreachable(address)
+        noisy = logging.getLogger("ray")
+        before = noisy.level
+        noisy.setLevel(logging.ERROR)  # of what it says at its start nothing is for users
+        try:
+            await asyncio.to_thread(ray.init, address=address, log_to_driver=False, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(address, str(error).partition("\n")[0]) from None
+        finally:
+            noisy.setLevel(before)
+        return cls(ours=True)
+
+    async def leave(self) -> None:
+        """Give back what it holds for the run."""
+        import ray
+
+        if self._room is not None:
+            with suppress(Exception):  # the cluster may be gone
+                await asyncio.to_thread(ray.util.remove_placement_group, self._room)
+        if self._ours:
+            await asyncio.to_thread(ray.shutdown)
+
+    async def nodes(self) -> list[RayNode]:
+        """Those that are there."""
+        import ray
+
+        return [
+            RayNode(
+                address=str(each["NodeManagerAddress"]),
+                cpus=float(each["Resources"].get("CPU", 0)),
+                gpus=float(each["Resources"].get("GPU", 0)),
+            )
+            for each in await asyncio.to_thread(ray.nodes)
+            if each["Alive"]
+        ]
+
+    async def room(
+        self, parts: Sequence[tuple[str, ResourceShare]], placement: str, timeout_s: float
+    ) -> RayReservation:
+        """Room for all of ``parts`` at once, by name; :class:`~headrace.base.errors.DeadlineError` says who needs what,
+        and
+        what there is."""
+        import ray
+
+        self._room = await asyncio.to_thread(
+            ray.util.placement_group, [bundle(share) for _, share in parts], placement.upper()
+        )
+        clock = RealClock()
+        deadline_s = clock.now() + timeout_s
+        while not await asyncio.to_thread(self._room.wait, LOOK_S):
+            if clock.now() > deadline_s:
+                raise DeadlineError(
+                    f"the cluster has not had room for {timeout_s:g} s for all that the run needs at once: "
+                    f"{needs(parts)}; {await self.words()}",
+                    remedy="add nodes; ask for less in [launch.ray], or for fewer engines or ranks; where an "
+                    "autoscaler is still at work, raise launch.start_timeout_s",
+                )
+        return RayReservation(self._room, parts)
+
+    async def words(self) -> str:
+        """What there is, and what of it is free."""
+        import ray
+
+        nodes = await self.nodes()
+        free: Mapping[str, float] = await asyncio.to_thread(ray.available_resources)
+        largest = max(nodes, key=lambda node: (node.gpus, node.cpus))
+        return (
+            f"it has {len(nodes)} node{'' if len(nodes) == 1 else 's'} with {sum(node.cpus for node in nodes):g} CPUs "
+            f"and {sum(node.gpus for node in nodes):g} GPUs ({free.get('CPU', 0):g} and {free.get('GPU', 0):g} free), "
+            f"the largest with {largest.cpus:g} and {largest.gpus:g}"
+        )
+
+    def keeper(self, name: str, share: ResourceShare, room: RayReservation) -> Actor:
+        """A new actor for the process ``name``; it may have to wait for its place."""
+        import ray
+
+        resources = bundle(share)
+        options = {
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "memory": resources.pop("memory", None),
+            "resources": resources,
+            "scheduling_strategy": room.strategy(name),
+            "max_restarts": 0,
+            "max_concurrency": 16,
+        }
+        return Actor(ray.remote(_NodeKeeper).options(**options).remote())
+
+
+def own_address() -> str:
+    """Of this machine, as the cluster knows it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+class _NodeKeeper(ProcessKeeper):
+    """One that finds out on which node it stands."""
+
+    def __init__(self) -> None:
+        super().__init__(own_address())
+
+
+def bundle(share: ResourceShare) -> dict[str, float]:
+    """What Ray calls the resources of a part.
+
+    >>> bundle(ResourceShare(cpus=2, memory_gb=1))
+    {'CPU': 2.0, 'memory': 1000000000.0}
+    """
+    named = {"CPU": share.cpus, "GPU": float(share.gpus), "memory": share.memory_gb * GB, **share.resources}
+    return {name: amount for name, amount in named.items() if amount}
+
+
+def needs(parts: Sequence[tuple[str, ResourceShare]]) -> str:
+    """Who needs what.
+
+    >>> needs([("learner", ResourceShare()), ("engine-0", ResourceShare(cpus=2)), ("engine-1", ResourceShare(cpus=2))])
+    'learner 1 CPU; engine-0, engine-1 2 CPUs each'
+    """
+    names: dict[str, list[str]] = {}
+    for name, share in parts:
+        names.setdefault(str(share), []).append(name)
+    return "; ".join(f"{', '.join(who)} {what}{' each' if len(who) > 1 else ''}" for what, who in names.items())
+
+
+def refuse_absent() -> None:
+    """:class:`~headrace.base.errors.ConfigError` where Ray is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        raise ConfigError(
+            "launch.kind='ray' needs Ray, which is not installed",
+            remedy="pip install 'headrace[ray]', here and on every node",
+        )
+
+
+def _why(error: BaseException) -> str:
+    """Why an actor ended, in a few words of Ray's long ones."""
+    text = " ".join(str(error).split())
+    if re.search(r"node (has )?died|node was terminated|node .*dead", text, re.IGNORECASE):
+        return "was lost with its node"
+    if "running low on memory" in text:
+        return "was ended by the cluster, because the memory of its node ran out"
+    if "ray.kill" in text or "killed by" in text.lower():
+        return "was ended by the cluster"
+    sentence = re.search(r"(Worker|Owner|The actor|The process)[^.]*exit[^.]*|(?<=RPC error: ).+?(?= rpc_code)", text)
+    return f"was lost with its actor ({sentence[0].strip() if sentence else text[:200]})"
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,86 @@
+"""Rows as columns of words: for the terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.run.observe.words import number
+from headrace.wings.compare.rows import RecipeRow
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _signed(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.2f}"
+
+
+def _kilobytes(value: float | None) -> str:
+    return "–" if value is None else f"{value / 1e3:,.0f}"
+
+
+COLUMNS: dict[str, Callable[[RecipeRow], str]] = {
+    "recipe": lambda row: row.recipe + ("*" if row.resumed else ""),
+    "held-out": lambda row: f"{number(row.eval_before, 2)} → {number(row.eval_after, 2)}",
+    "gain/min": lambda row: _signed(row.gain_per_minute),
+    "gain/Mtok": lambda row: _signed(row.gain_per_mtok),
+    "s": lambda row: f"{row.seconds:.1f}",
+    "generated tok/s": lambda row: number(row.generated_tok_s, 4),
+    "trained tok/s": lambda row: number(row.trained_tok_s, 4),
+    "engine idle": lambda row: _percent(row.engine_idle_frac),
+    "learner idle": lambda row: _percent(row.learner_idle_frac),
+    "age": lambda row: "–" if row.age_mean is None else f"{row.age_mean:.2f}",
+    "oldest": lambda row: "–" if row.age_max is None else str(row.age_max),
+    "wasted": lambda row: _percent(row.wasted_frac),
+    "gap p99 ms": lambda row: number(row.gap_p99_ms, 2),
+    "wait ms": lambda row: number(row.commit_wait_ms, 2),
+    "sync stall": lambda row: _percent(row.exposed_sync_frac),
+    "kB/version": lambda row: _kilobytes(row.sync_bytes),
+}
+"""The table, column by column."""
+
+MEANING = """\
+`held-out`: mean reward on the held-out rows, before and after. `gain`: the difference, by minute of training and by
+million generated tokens. `s`: from the first rollout to the last commit. `idle`: of that time. `age`: of trained tokens
+in versions, the mean; `oldest`: the greatest. `wasted`: generated tokens that are never trained. `gap`: how long the
+engine stood still per commit. `wait`: how long a commit waited for running sequences. `sync stall`: of the learner's
+time. `kB/version`: what of a version was sent, or read where it lies. `*`: broken off and resumed; the figures are
+those of the last part."""
+
+SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "loss", "correction")
+"""What the recipes decide, as the second table has it."""
+
+
+def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
+    """The rows that have figures."""
+    return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
+
+
+def failures(rows: Sequence[RecipeRow]) -> list[str]:
+    """A line for each that has none."""
+    return [f"{row.recipe} failed: {row.cause}" for row in rows if row.status == "failed"]
+
+
+def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
+    """Both tables, and what the columns mean."""
+    settings = [[row.recipe, *(row.settings.get(name, "–") for name in SETTINGS)] for row in rows]
+    steps = max((row.steps for row in rows), default=0)
+    return "\n".join([
+        f"# Recipes on {base}, {steps} steps each",
+        "",
+        *_table(list(COLUMNS), cells(rows)),
+        "",
+        *(f"- {line}" for line in failures(rows)),
+        MEANING,
+        "",
+        "## What each decides",
+        "",
+        *_table(["recipe", *SETTINGS], settings),
+        "",
+    ])  # fmt: skip
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---", *("---:" for _ in head[1:])]
+    return ["| " + " | ".join(line) + " |" for line in (head, rule, *lines)]

@@ -1,0 +1,197 @@
+"""Costs as a run has shown them: from its steps, its trace and its ledger.
+
+The engine's curve is a line through (sequences at once, seconds of a step), one point for each tenth of the run:
+
+    seconds of a step = seconds that the engine worked / its steps
+    sequences at once = tokens that it sampled / its steps
+                      = seconds of all episodes in that time / seconds that a served engine worked, of whose steps
+                        nobody knows
+
+A line needs points that differ: where they hardly do, a step is taken to be as long as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from headrace.base.errors import DataError
+from headrace.base.types.observation import StepRecord
+from headrace.base.types.trace import Span
+from headrace.wings.plan.costs import Linear, SyncCost
+from headrace.wings.plan.spread import ConstantSpread, RecordedSpread
+from headrace.wings.plan.system import Measured
+from headrace.wings.plan.workload import Workload
+
+SKIPPED = 2
+"""Steps at the beginning of a run that say nothing: kernels are compiled, memory is taken."""
+LEAST_STEPS = 10
+"""That are left at least."""
+PARTS = 10
+SPREAD = 1.3
+"""Between the fewest and the most sequences at once: below, no line is drawn through the points."""
+MOST_LENGTHS = 4096
+"""That are kept of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecording:
+    """What a run's directory holds."""
+
+    name: str
+    """For people."""
+    steps: Sequence[StepRecord]
+    """Of its last life."""
+    spans: Sequence[Span]
+    lengths: Sequence[int]
+    """Sampled tokens of its episodes."""
+    config: Mapping[str, Any]
+
+    def setting(self, section: str, key: str, usual: int) -> int:
+        """A number of its settings."""
+        value = self.config.get(section, {}).get(key)
+        return value if isinstance(value, int) else usual
+
+
+def calibrate(runs: Sequence[RunRecording]) -> Measured:
+    """What these runs say together of the machine that they ran on; lengths and rewards are those of the first.
+
+    Raises :class:`~headrace.base.errors.DataError` where one of them is too short or has left no trace.
+    """
+    points = np.array([point for run in runs for point in _points(_checked(run))])
+    first = runs[0]
+    steps = [step for run in runs for step in run.steps[SKIPPED:]]
+    prompt, reward_s = _prompt_tokens(first), _reward_s(first)
+    fixed_s, tok_s = _training(runs)
+    lengths = np.asarray(first.lengths, np.float64)
+    if len(lengths) > MOST_LENGTHS:
+        lengths = lengths[np.linspace(0, len(lengths) - 1, MOST_LENGTHS).astype(int)]
+    return Measured(
+        engine=_line(points),
+        train_tok_s=tok_s,
+        train_fixed_s=fixed_s,
+        sync=_sync(runs, steps),
+        workload=Workload(
+            prompt_tokens=ConstantSpread(value=prompt),
+            answer_tokens=RecordedSpread(values=tuple(lengths.tolist())),
+            reward_s=ConstantSpread(value=reward_s),
+        ),
+        engines=first.setting("engine", "count", 1),
+        episode_s=float(np.median([_episode_s(run) for run in runs])),
+    )
+
+
+def _checked(run: RunRecording) -> RunRecording:
+    left = len(run.steps) - SKIPPED
+    if left < LEAST_STEPS:
+        raise DataError(
+            f"{run.name} has {len(run.steps)} steps: too few to calibrate with, as the first {SKIPPED} do not count "
+            f"and {LEAST_STEPS} more are needed",
+            remedy=f"let it make {SKIPPED + LEAST_STEPS} steps (run.steps), or name another run",
+        )
+    if not any(span.lane.startswith("engine") for span in run.spans) or not run.lengths:
+        raise DataError(
+            f"{run.name} has no trace of its engine, or no episode in its ledger",
+            remedy="name a run that has ended by itself, with its trace.jsonl and ledger.sqlite",
+        )
+    return run
+
+
+def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
+    """(sequences at once, seconds of a step) in each part of the run."""
+    steps = run.steps[SKIPPED - 1 :]
+    engines = run.setting("engine", "count", 1)
+    counts = run.config.get("engine", {}).get("kind") == "native"
+    edges = np.unique(np.linspace(0, len(steps) - 1, PARTS + 1).astype(int))
+    for begin, end in pairwise(edges.tolist()):
+        within = (steps[begin].clock_s, steps[end].clock_s)
+        busy_s = _within(run.spans, within, lambda span: span.lane.startswith("engine") and span.name != "commit")
+        episodes_s = _within(run.spans, within, lambda span: span.lane == "rollout" and span.name == "episode")
+        tokens = steps[end].generated_tokens - steps[begin].generated_tokens
+        num = sum(step.metrics.get("engine_steps") or 0.0 for step in steps[begin + 1 : end + 1])
+        if busy_s > 0 and tokens > 0 and num > 0 and counts:
+            yield tokens / num, busy_s / num
+        elif busy_s > 0 and tokens > 0 and episodes_s > 0:
+            at_once = max(1.0, episodes_s / busy_s)
+            yield at_once / engines, at_once * busy_s / tokens / engines
+
+
+def _within(spans: Iterable[Span], within: tuple[float, float], wanted: Any) -> float:
+    """Seconds of the wanted spans in that time, each counted by itself."""
+    begin, end = within
+    return sum(
+        max(0.0, min(span.end_s, end) - max(span.start_s, begin)) for span in spans if wanted(span)
+    )  # fmt: skip
+
+
+def _episode_s(run: RunRecording) -> float:
+    """Processor time of the controller over the episodes that ended; 0 where nobody has read it."""
+    steps = run.steps[SKIPPED - 1 :]
+    begin, end = steps[0].clock_s, steps[-1].clock_s
+    cores = [used for step in steps[1:] if (used := step.metrics.get("cpu/controller")) is not None]
+    ended = sum(span.lane == "rollout" and span.name == "episode" and begin < span.end_s <= end for span in run.spans)
+    return float(np.mean(cores)) * (end - begin) / ended if cores and ended else 0.0
+
+
+def _line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
+    nums, seconds = points[:, 0], points[:, 1]
+    if nums.max() < SPREAD * nums.min():
+        return Linear(fixed_s=float(np.mean(seconds)))
+    slope = float(np.polyfit(nums, seconds, 1)[0])
+    slope = min(max(slope, 0.0), float(np.min(seconds / nums)))
+    return Linear(fixed_s=max(0.0, float(np.mean(seconds - slope * nums))), sequence_s=slope)
+
+
+def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
+    """Seconds of every step, and tokens a second besides: by a line where batches differ in size. A step holds the
+    learner up from one record to the next, but for the wait for its batch and the copy of its weights: what it loses to
+    others on the same machine is in it."""
+    pairs = [pair for run in runs for pair in pairwise(run.steps[SKIPPED - 1 :])]
+    tokens = np.array([step.metrics.get("tokens") or step.trained_tokens for _, step in pairs], np.float64)
+    held_s = [step.clock_s - before.clock_s - step.wait_s - before.exposed_sync_s for before, step in pairs]
+    seconds = np.maximum(held_s, [step.seconds for _, step in pairs])
+    if tokens.max() < SPREAD * tokens.min():
+        return 0.0, float(tokens.sum() / seconds.sum())
+    slope, fixed_s = np.polyfit(tokens, seconds, 1)
+    if slope <= 0 or fixed_s < 0:
+        return 0.0, float(tokens.sum() / seconds.sum())
+    return float(fixed_s), float(1.0 / slope)
+
+
+def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
+    travels = [
+        span.end_s - span.start_s
+        for run in runs
+        for span in run.spans
+        if span.lane == "sync" and span.name in ("publish", "stage")
+    ]
+    versions = sum(span.lane == "sync" and span.name == "commit" for run in runs for span in run.spans)
+    copies = [
+        span.end_s - span.start_s
+        for run in runs
+        for span in run.spans
+        if span.lane == "learner" and span.name == "snapshot"
+    ]
+    gaps = [step.commit_gap_s for step in steps if step.commit_gap_s is not None]
+    return SyncCost(
+        snapshot_s=float(np.median(copies)) if copies else 0.0,
+        travel_s=sum(travels) / max(1, versions),
+        gap_s=float(np.median(gaps)) if gaps else 0.0,
+    )
+
+
+def _prompt_tokens(run: RunRecording) -> float:
+    """Of one episode, on average: what a batch has beside its sampled tokens."""
+    per_step = run.setting("flow", "groups_per_step", 1) * run.setting("flow", "group_size", 1)
+    given = [(step.metrics.get("tokens") or step.trained_tokens) - step.trained_tokens for step in run.steps[SKIPPED:]]
+    return max(1.0, float(np.mean(given)) / per_step)
+
+
+def _reward_s(run: RunRecording) -> float:
+    """The usual time of a reward. Where several are computed at once their spans are longer: of those the shortest."""
+    spans = [span.end_s - span.start_s for span in run.spans if span.lane == "scoring" and span.name == "score"]
+    return float(np.quantile(spans, 0.25)) if spans else 0.0

@@ -1,0 +1,115 @@
+"""How a quantity is spread: the tokens of an answer, the turns of an episode, the seconds of a reward.
+
+Shape legend: N draws.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError
+
+Draws = npt.NDArray[np.float64]
+
+
+class Spread(Section):
+    """A distribution of numbers that are not negative. Every draw comes from the generator that is handed in."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """``count`` of them, shape [N]."""
+        raise NotImplementedError
+
+
+class ConstantSpread(Spread):
+    """Always the same."""
+
+    kind: Literal["constant"] = "constant"
+    value: NonNegativeFloat
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        return np.full(count, self.value)
+
+
+class Uniform(Spread):
+    """Every value from ``low`` to ``high`` is as likely as any other."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: NonNegativeFloat = 1.0
+    high: PositiveFloat
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ConfigError(
+                f"a uniform spread from low={self.low:g} to high={self.high:g} has no values",
+                remedy=f"set low <= {self.high:g} or high >= {self.low:g}",
+            )
+        return self
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        return rng.uniform(self.low, self.high, count)
+
+
+class Lognormal(Spread):
+    """The answers of a model that reasons: most are short, some are long.
+
+    >>> drawn = Lognormal(mean=100, cv=1.0).draw(np.random.default_rng(0), 100_000)
+    >>> round(float(drawn.mean()), -1), round(float(drawn.std() / drawn.mean()), 1)
+    (100.0, 1.0)
+    """
+
+    kind: Literal["lognormal"] = "lognormal"
+    mean: PositiveFloat
+    """Before the cap is applied."""
+    cv: NonNegativeFloat = 1.0
+    """Standard deviation over mean."""
+    cap: PositiveFloat | None = None
+    """Greater draws become this; unset: they stay."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        sigma = math.sqrt(math.log1p(self.cv**2))
+        return np.minimum(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma, count), self.cap or math.inf)
+
+
+class Pareto(Spread):
+    """A heavy tail: the share above x falls as x^−``alpha``. From ``alpha`` = 2 down the variance has no bound, but for
+    the cap."""
+
+    kind: Literal["pareto"] = "pareto"
+    mean: PositiveFloat
+    """Before the cap is applied."""
+    alpha: float = Field(default=1.5, gt=1)
+    cap: PositiveFloat | None = None
+    """Greater draws become this; unset: they stay."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        least = self.mean * (self.alpha - 1) / self.alpha
+        return np.minimum(least * (1.0 + rng.pareto(self.alpha, count)), self.cap or math.inf)
+
+
+class RecordedSpread(Spread):
+    """What a run has seen, drawn again."""
+
+    kind: Literal["recorded"] = "recorded"
+    values: tuple[NonNegativeFloat, ...] = Field(min_length=1)
+
+    def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        return rng.choice(np.asarray(self.values, np.float64), count)
+
+
+def _as_table(value: Any) -> Any:
+    """A number alone stands for a constant."""
+    return {"kind": "constant", "value": value} if type(value) in (int, float) else value
+
+
+AnySpread = Annotated[
+    Annotated[ConstantSpread | Uniform | Lognormal | Pareto | RecordedSpread, Field(discriminator="kind")],
+    BeforeValidator(_as_table),
+]
+"""As it is written in a file: a table with its ``kind``, or a number."""

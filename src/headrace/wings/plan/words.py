@@ -1,0 +1,143 @@
+"""A plan in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.base.types.observation import Account
+from headrace.base.types.weights import Interrupt
+from headrace.wings.plan.search import ALIKE, Candidate, SearchResult
+from headrace.wings.plan.system import PlanContext
+
+CROWDED = 0.9
+"""Of the controller's time: beyond it, everything else waits for it."""
+
+Bound = Callable[[Account], str]
+"""Says in a word what holds a run up."""
+
+
+def in_words(found: SearchResult, bound: Bound) -> list[str]:
+    """What is asked for, what would be best, and what asynchrony does here."""
+    site = found.site
+    return [
+        f"{site.asked.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
+        f"Memory: {site.fit}.",
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_told(site, found.asked, bound)}",
+        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): {_told(site, found.best, bound)}",
+        _asynchrony(found, bound),
+        *_changes(found),
+        *_controller(found),
+    ]
+
+
+def verdict_line(found: SearchResult, bound: Bound) -> str:
+    """All of it in one line."""
+    asked = found.asked.outcome
+    return (
+        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(asked.tok_s)} trained tokens/s, a step every "
+        f"{asked.step_s:,.1f} s, {bound(asked.account())}. {_asynchrony(found, bound)}"
+    )
+
+
+def _assumed(site: PlanContext) -> str:
+    if site.measured is not None:
+        return "Lengths and latencies: as the run has seen them."
+    answers = site.workload.answer_tokens.model_dump(exclude_none=True)
+    kind = answers.pop("kind")
+    return (
+        f"Lengths of answers: {kind} ({', '.join(f'{key} {value:g}' for key, value in answers.items())}), as assumed."
+    )
+
+
+def _told(site: PlanContext, each: Candidate, bound: Bound) -> str:
+    choice, outcome = each.choice, each.outcome
+    account = outcome.account()
+    who = (
+        f"all {site.cluster.count} in turn"
+        if choice.shared
+        else f"{choice.generation} generate ({choice.generation // site.fit.ways} engines), "
+        f"{site.trainers(choice)} train"
+    )
+    return (
+        f"{who}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
+        f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate(outcome.tok_s)} trained "
+        f"tokens/s, a step every {outcome.step_s:,.1f} s; engines idle {account.engine_idle:.0%}, learner idle "
+        f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
+        f"stands still for the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
+        f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
+    )
+
+
+def _asynchrony(found: SearchResult, bound: Bound) -> str:
+    if not found.site.fit.beside:
+        return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
+    fresh, other = found.synchronous, found.asked
+    if other.choice.flow.greatest_age == 0:
+        other, whose = found.best, "the best asynchronous run"
+        if other.choice.flow.greatest_age == 0:
+            return "Asynchrony gains nothing here: the fastest run is synchronous."
+    else:
+        whose = "as asked"
+    ratio = other.tok_s / fresh.tok_s
+    turns = "with all accelerators in turn" if fresh.choice.shared else f"with {fresh.choice.generation} that generate"
+    beside = f"({whose}, beside the fastest synchronous run, {turns}: {_rate(fresh.tok_s)} tokens/s)"
+    if ratio > 1 + ALIKE:
+        why = f"the synchronous run is {bound(fresh.outcome.account())}"
+        return f"Asynchrony gains {ratio - 1:.0%} here: {why} {beside}."
+    if ratio < 1 - ALIKE:
+        return f"Asynchrony loses {1 - ratio:.0%} here: {bound(other.outcome.account())} {beside}."
+    return f"Asynchrony changes nothing here: {bound(other.outcome.account())} {beside}."
+
+
+def _changes(found: SearchResult) -> list[str]:
+    """What to set, where something else than what was asked is faster."""
+    asked, best = found.asked, found.best
+    if not found.site.fit.beside:
+        return [_how_to_take_turns(found)]
+    gain = best.tok_s / asked.tok_s - 1
+    if gain <= ALIKE:
+        return ["What was asked is as fast as anything that was tried."]
+    sets = [
+        f"{key} = {new!r}"
+        for key, old, new in (
+            ("flow.groups_per_step", asked.choice.flow.groups_per_step, best.choice.flow.groups_per_step),
+            ("flow.max_age", asked.choice.flow.max_age, best.choice.flow.max_age),
+            ("flow.lead", asked.choice.flow.effective_lead, best.choice.flow.effective_lead),
+            ("sync.interrupt", str(asked.choice.interrupt), str(best.choice.interrupt)),
+            ("sync.transport", asked.choice.transport, best.choice.transport),
+        )
+        if old != new and not best.choice.shared
+    ]
+    split = "let all accelerators generate and train in turn" if best.choice.shared else (
+        f"give {best.choice.generation} of {found.site.cluster.count} accelerators to generation"
+    )  # fmt: skip
+    batch = "; a step then trains another number of groups, which changes what is learned" if any(
+        line.startswith("flow.groups_per_step") for line in sets
+    ) else ""  # fmt: skip
+    return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
+
+
+def _how_to_take_turns(found: SearchResult) -> str:
+    asked, turns, best = found.site.asked, found.asked, found.best
+    missing = ["flow.max_age = 0"] if asked.flow.greatest_age else []
+    if asked.sync.interrupt is not Interrupt.SLEEP:
+        missing.append('sync.interrupt = "sleep"')
+    sets = f"To take turns, set {' and '.join(missing)}" if missing else "The run is set to take turns"
+    gain, batch = best.tok_s / turns.tok_s - 1, best.choice.flow.groups_per_step
+    if gain <= ALIKE:
+        return f"{sets}; no other batch that was tried is faster."
+    return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
+
+
+def _controller(found: SearchResult) -> list[str]:
+    """How busy the controller would be, where a calibration says what an episode costs it."""
+    outcome, measured = found.asked.outcome, found.site.measured
+    if measured is None or not measured.episode_s:
+        return []
+    busy = min(1.0, outcome.num_episodes * measured.episode_s / outcome.seconds)
+    advice = "; it holds the run up: more tokens an episode, or fewer episodes, would not" if busy > CROWDED else ""
+    return [f"Controller: {measured.episode_s * 1e3:.2g} ms an episode, busy {busy:.0%} of the time as asked{advice}."]
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.3g}"

@@ -1,0 +1,94 @@
+"""Makes everything the demo needs in one directory: model, tokenizer, rows, reward and a run file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.wings.recipes.demo.task import CHAT_TEMPLATE, VOCAB, Pair, row, split
+
+if TYPE_CHECKING:
+    from headrace.models.tiny import TinySpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Where the demo is."""
+
+    directory: Path
+    run_file: Path
+
+
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
+"""Of about the same size per token as the dense model."""
+
+
+def build_demo(
+    directory: Path,
+    *,
+    seed: int,
+    mixture: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Demo:
+    """Make the demo in ``directory``, with a mixture of experts if asked for; ``progress`` is told steps done and in
+    all of the supervised phase."""
+    from headrace.models.tiny import make_tiny
+    from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
+
+    run_file = lay_out(directory, seed=seed)
+    cold = make_tiny(directory / "untrained", _spec(seed, mixture=mixture, hidden_size=128, num_layers=2))
+    warm_start(cold, directory / "model", Demonstrations(pairs=split(seed).warm), seed=seed, progress=progress)
+    shutil.rmtree(cold)
+    return Demo(directory=directory, run_file=run_file)
+
+
+def lay_out(directory: Path, *, seed: int) -> Path:
+    """Write all of the demo but its model: rows, reward and the run file; where that is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pairs = split(seed)
+    _write_rows(directory / "train.jsonl", pairs.train)
+    _write_rows(directory / "held_out.jsonl", pairs.held_out)
+    package = files(__package__)
+    for name in ("reward.py", "demo.toml"):
+        with as_file(package / name) as source:
+            shutil.copyfile(source, directory / name)
+    return directory / "demo.toml"
+
+
+def build_teacher(directory: Path, *, seed: int) -> Path:
+    """Make a model of about three times the demo's size that imitates one who forgets no carry; where it is."""
+    from headrace.models.tiny import make_tiny
+    from headrace.wings.recipes.demo.warm import Demonstrations, warm_start
+
+    cold = make_tiny(directory / "untrained", _spec(seed, mixture=False, hidden_size=192, num_layers=3))
+    shown = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
+    warm_start(cold, directory / "teacher", shown, seed=seed, progress=lambda done, total: None)
+    shutil.rmtree(cold)
+    return directory / "teacher"
+
+
+def _spec(seed: int, *, mixture: bool, hidden_size: int, num_layers: int) -> TinySpec:
+    from headrace.models.tiny import TinySpec
+
+    return TinySpec(
+        vocab=VOCAB,
+        seed=seed,
+        kind="qwen3_moe" if mixture else "qwen3",
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=hidden_size // 32,
+        num_kv_heads=hidden_size // 64,
+        intermediate_size=3 * hidden_size,
+        max_positions=64,
+        chat_template=CHAT_TEMPLATE,
+        extra={"tie_word_embeddings": True, **(MIXTURE if mixture else {})},
+    )
+
+
+def _write_rows(path: Path, pairs: list[Pair]) -> None:
+    path.write_text("".join(json.dumps(row(pair)) + "\n" for pair in pairs), encoding="utf-8")

@@ -1,0 +1,187 @@
+"""One request for text, from its body to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Send
+
+from headrace.base.clock import Clock
+from headrace.base.errors import ComponentDied
+from headrace.base.net.refusal import Refusal
+from headrace.engine.base import Engine
+from headrace.wings.serve import prompts
+from headrace.wings.serve.answers import AnswerHead, Json, usage
+from headrace.wings.serve.body import BodyLimits, read_object
+from headrace.wings.serve.chat import ServedTokenizer
+from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, Manner, sample_all
+from headrace.wings.serve.metrics import ServerMetrics
+from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
+from headrace.wings.serve.strict import read_body
+
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What answers need; there is one when the model is loaded."""
+
+    engine: Engine
+    words: ServedTokenizer
+    terms: prompts.PromptLimits
+    clock: Clock
+    encoder: Executor
+    """Where prompts are turned into tokens: a long one must not hold up the others' streams."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that has been understood."""
+
+    body: AnyBody
+    asked: list[ChoiceRequest]
+    num_prompt_tokens: int
+    head: AnswerHead
+    manner: Manner
+
+
+async def understand(request: Request, service: Service) -> Job:
+    """Read, check and encode a request; raises :class:`Refusal`."""
+    is_chat = request.url.path.endswith("/chat/completions")
+    limits = service.terms.limits
+    tree = await read_object(
+        request,
+        BodyLimits(
+            max_bytes=limits.max_body_bytes,
+            timeout_s=limits.body_timeout_s,
+            remedy="send fewer or shorter prompts, or raise serve.max_body_bytes",
+        ),
+    )
+    body: AnyBody = read_body(ChatBody, tree) if is_chat else read_body(CompletionBody, tree)
+    prompts.check_body(body, service.terms)
+    loop, words = asyncio.get_running_loop(), service.words
+    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, words, service.terms)
+    asked = prompts.choices(body, ids, words, service.terms)
+    with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
+    head = AnswerHead(
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+        model=body.model or service.terms.model,
+        created_s=int(service.clock.wall()),
+        is_chat=is_chat,
+        with_logprobs=with_logprobs,
+        with_kept_sizes=body.kept_sizes,
+        spell=words.spell,
+    )
+    manner = Manner(decode=words.decode, at_once=body.stream, offsets=with_logprobs and not is_chat)
+    return Job(body=body, asked=asked, num_prompt_tokens=sum(map(len, ids)), head=head, manner=manner)
+
+
+class Meter:
+    """What one request takes, for the metrics."""
+
+    def __init__(self, service: Service, metrics: ServerMetrics, path: str) -> None:
+        self._clock, self._metrics, self._path = service.clock, metrics, path
+        self._start_s = service.clock.now()
+        self._first: dict[int, float] = {}
+        self._tokens: dict[int, int] = {}
+        self.num_sampled = 0
+        """Tokens of all choices."""
+
+    def piece(self, piece: ChoicePiece) -> None:
+        """A piece has come."""
+        now_s, count = self._clock.now(), len(piece.tokens)
+        self.num_sampled += count
+        if not self._first:
+            self._metrics.first_token_seconds.labels(self._path).observe(now_s - self._start_s)
+        if piece.index not in self._first:
+            self._first[piece.index] = now_s
+        else:
+            self._tokens[piece.index] = self._tokens.get(piece.index, 0) + count
+        if piece.stop_reason is not None:
+            self._metrics.choices.labels(piece.stop_reason.value).inc()
+            later = self._tokens.get(piece.index, 0)
+            if later:
+                self._metrics.token_seconds.observe((now_s - self._first[piece.index]) / later)
+
+    def end(self) -> None:
+        """The request is over."""
+        self._metrics.seconds.labels(self._path).observe(self._clock.now() - self._start_s)
+
+
+async def whole(job: Job, service: Service, meter: Meter) -> JSONResponse:
+    """All choices in one answer."""
+    pieces: list[list[ChoicePiece]] = [[] for _ in job.asked]
+
+    async def keep(piece: ChoicePiece) -> None:
+        if piece.restarted:
+            pieces[piece.index].clear()
+        meter.piece(piece)
+        pieces[piece.index].append(piece)
+
+    await sample_all(service.engine, job.asked, job.manner, keep)
+    answer = job.head.frame([job.head.whole_choice(parts) for parts in pieces], streaming=False)
+    return JSONResponse({**answer, "usage": usage(job.num_prompt_tokens, _sampled(pieces))})
+
+
+class AnswerEventStream:
+    """An answer as server-sent events: it begins with the first piece, so that until then it can be refused."""
+
+    def __init__(self, job: Job, meter: Meter, send: Send) -> None:
+        self._job, self._meter, self._send = job, meter, send
+        self._seen: set[int] = set()
+        self._usage: Json = {"usage": None} if job.body.stream_options.include_usage else {}
+        self.begun = False
+
+    async def write(self, piece: ChoicePiece) -> None:
+        """One event."""
+        self._meter.piece(piece)
+        is_first = piece.index not in self._seen
+        if piece.restarted and not is_first:
+            raise Refusal(
+                f"choice {piece.index} began again under new weights, and its text had been sent",
+                remedy="ask again",
+                status=503,
+                code="restarted",
+            )
+        self._seen.add(piece.index)
+        choice = self._job.head.event_choice(piece, first=is_first)
+        await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
+
+    async def finish(self) -> None:
+        """Numbers of tokens, if asked for, and the end."""
+        if self._usage:
+            numbers = usage(self._job.num_prompt_tokens, self._meter.num_sampled)
+            await self.event({**self._job.head.frame([], streaming=True), "usage": numbers})
+        await self._data(b"data: [DONE]\n\n", more=False)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """The error as the last event."""
+        await self._data(_event(refusal.body()), more=False)
+
+    async def event(self, tree: Json) -> None:
+        await self._data(_event(tree), more=True)
+
+    async def _data(self, data: bytes, *, more: bool) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def dead(death: ComponentDied) -> Refusal:
+    """The engine's end, as an answer."""
+    return Refusal(death.problem, remedy=death.remedy, status=503, code="engine_died")
+
+
+def _event(tree: Json) -> bytes:
+    return b"data: " + json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _sampled(pieces: list[list[ChoicePiece]]) -> int:
+    return sum(len(piece.tokens) for parts in pieces for piece in parts)

@@ -1,0 +1,111 @@
+"""Pieces as OpenAI's JSON: whole answers and events of a stream, of both kinds.
+
+Beyond OpenAI's fields every choice carries ``token_ids``, ``versions`` (the weights that sampled each token),
+``stop_reason`` in our own words, and ``kept_sizes`` if asked for. A logprob that is no finite number is ``null``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.base.types.episode import StopReason
+from headrace.base.types.tokens import Tokens
+from headrace.wings.serve.choices import ChoicePiece
+
+Json = dict[str, Any]
+
+FINISH = {
+    StopReason.STOP: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.DEADLINE: "length",
+    StopReason.ABORTED: "length",
+}
+"""OpenAI's words for our reasons; it has none for the last two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What all parts of one answer share."""
+
+    id: str
+    model: str
+    created_s: int
+    """Seconds since 1970."""
+    is_chat: bool
+    with_logprobs: bool
+    with_kept_sizes: bool
+    spell: Callable[[int], str]
+    """One token alone, as text."""
+
+    def frame(self, choices: list[Json], *, streaming: bool) -> Json:
+        """An answer, or an event."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if streaming else "chat.completion"
+        return {
+            "id": self.id, "object": kind, "created": self.created_s, "model": self.model, "choices": choices
+        }  # fmt: skip
+
+    def event_choice(self, piece: ChoicePiece, *, first: bool) -> Json:
+        """A piece as the choice of an event."""
+        content: Json = {"text": piece.text}
+        if self.is_chat:
+            content = {"delta": {**({"role": "assistant"} if first else {}), "content": piece.text}}
+        return self._choice(content, piece)
+
+    def whole_choice(self, pieces: Sequence[ChoicePiece]) -> Json:
+        """All pieces of a choice as the choice of an answer."""
+        whole = ChoicePiece(
+            index=pieces[0].index,
+            tokens=Tokens.concat([piece.tokens for piece in pieces]),
+            text="".join(piece.text for piece in pieces),
+            offsets=[offset for piece in pieces for offset in piece.offsets],
+            stop_reason=pieces[-1].stop_reason,
+        )
+        content: Json = {"text": whole.text}
+        if self.is_chat:
+            content = {"message": {"role": "assistant", "content": whole.text}}
+        return self._choice(content, whole)
+
+    def _choice(self, content: Json, piece: ChoicePiece) -> Json:
+        tokens, reason = piece.tokens, piece.stop_reason
+        choice = {
+            "index": piece.index,
+            **content,
+            "logprobs": self._logprobs(piece) if self.with_logprobs else None,
+            "finish_reason": FINISH[reason] if reason else None,
+            "stop_reason": reason,
+            "token_ids": tokens.ids_T.tolist(),
+            "versions": tokens.versions_T.tolist(),
+        }
+        if self.with_kept_sizes:
+            choice["kept_sizes"] = tokens.kept.sizes_T.tolist() if tokens.kept else [0] * len(tokens)
+        return choice
+
+    def _logprobs(self, piece: ChoicePiece) -> Json:
+        spelled = [self.spell(token) for token in piece.tokens.ids_T.tolist()]
+        logprobs = [value if math.isfinite(value) else None for value in piece.tokens.logprobs_T.tolist()]
+        if not self.is_chat:
+            return {
+                "tokens": spelled, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": piece.offsets
+            }  # fmt: skip
+        content = [
+            {
+                "token": token,
+                "logprob": logprob,
+                "bytes": None if "\ufffd" in token else list(token.encode()),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(spelled, logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage(num_prompt: int, num_sampled: int) -> Json:
+    """The numbers of tokens; a prompt with several choices counts once."""
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
+    }  # fmt: skip

@@ -1,0 +1,191 @@
+"""The server's routes, and every way a request can end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from headrace.base.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
+from headrace.base.net.auth import TokenAuth
+from headrace.base.net.refusal import Refusal, shown
+from headrace.base.types.messages.controller import EngineStats
+from headrace.engine.local import LocalEngine
+from headrace.wings.serve.answering import AnswerEventStream, Job, Meter, Service, dead, understand, whole
+from headrace.wings.serve.choices import sample_all
+from headrace.wings.serve.metrics import ServerMetrics
+from headrace.wings.serve.prompts import check_model
+from headrace.wings.serve.watch import ClientGone, while_connected
+
+A = TypeVar("A")
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """How far the server is. starting ──▶ serving ──▶ draining"""
+
+    service: Service | None = None
+    """``None`` until the model is loaded."""
+    draining: bool = False
+    """It has been told to end: what runs goes on, nothing new begins."""
+
+    def ready(self) -> Service:
+        """What answers; raises :class:`Refusal` while there is none."""
+        if self.draining:
+            raise Refusal("the server is ending", remedy="ask another one", status=503, code="ending")
+        if self.service is None:
+            raise Refusal("the model is being loaded", remedy="try again later", status=503, code="starting")
+        engine = self.service.engine
+        if isinstance(engine, LocalEngine) and engine.death is not None:
+            raise dead(engine.death)
+        return self.service
+
+    def stats(self) -> EngineStats | None:
+        """The engine's counters, if there is one."""
+        return self.service.engine.stats() if self.service else None
+
+
+def make_app(state: State, token: str) -> TokenAuth:
+    """The whole server as an ASGI application."""
+    metrics = ServerMetrics(state.stats)
+    answer = _Answer(state, metrics)
+
+    async def health(_: Request) -> Response:
+        service = state.ready()
+        return JSONResponse({"status": "ok", "version": service.engine.stats().version})
+
+    async def figures(_: Request) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(_: Request) -> Response:
+        service = state.ready()
+        names = (service.terms.model, *service.terms.agents)
+        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+
+    async def model(request: Request) -> Response:
+        service = state.ready()
+        name = request.path_params["name"]
+        check_model(name, service.terms)
+        return JSONResponse(_model(service, name))
+
+    app = Starlette(
+        routes=[
+            Route("/health", health, methods=["GET"]),
+            Route("/metrics", figures, methods=["GET"]),
+            Route("/v1/models", models, methods=["GET"]),
+            Route("/v1/models/{name:path}", model, methods=["GET"]),
+            *(Route(path, answer, methods=["POST"]) for path in COMPLETIONS),
+        ],
+        exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _broken},
+    )
+    return TokenAuth(app, token=token)
+
+
+class _Answer:
+    """``POST`` of either kind, as an ASGI application: it watches the connection while it works."""
+
+    def __init__(self, state: State, metrics: ServerMetrics) -> None:
+        self._state, self._metrics = state, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        status = 500
+        self._metrics.open.inc()
+        try:
+            status = await self._answer(scope, receive, send)
+        except ClientGone:
+            status = 499
+            self._metrics.left.inc()
+        finally:
+            self._metrics.open.dec()
+            self._metrics.requests.labels(path, status).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        request = Request(scope, receive)
+        try:
+            service = self._state.ready()
+            meter = Meter(service, self._metrics, scope["path"])
+            job = await understand(request, service)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, send)
+            return refusal.status
+        try:
+            if job.body.stream:
+                return await while_connected(receive, self._stream(job, service, meter, (scope, receive, send)))
+            response = await while_connected(receive, self._whole(job, service, meter))
+            await response(scope, receive, send)
+            return response.status_code
+        finally:
+            meter.end()
+
+    async def _whole(self, job: Job, service: Service, meter: Meter) -> Response:
+        refusal = await _in_words(lambda: whole(job, service, meter))
+        return refusal.response() if isinstance(refusal, Refusal) else refusal
+
+    async def _stream(
+        self, job: Job, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
+    ) -> int:  # fmt: skip
+        events = AnswerEventStream(job, meter, asgi[2])
+        refusal = await _in_words(lambda: sample_all(service.engine, job.asked, job.manner, events.write))
+        if not isinstance(refusal, Refusal):
+            await events.finish()
+            return 200
+        if events.begun:
+            await events.fail(refusal)
+        else:
+            await refusal.response()(*asgi)
+        return refusal.status
+
+
+async def _in_words(work: Callable[[], Awaitable[A]]) -> A | Refusal:
+    """What ``work`` returns, or the engine's refusal as ours."""
+    try:
+        return await work()
+    except Refusal as refusal:
+        return refusal
+    except EngineFull as error:
+        return Refusal(error.problem, remedy=error.remedy, status=429, code="engine_full")
+    except SequenceFailed as error:
+        return Refusal(error.problem, remedy=error.remedy, status=500, code="sequence_failed")
+    except RequestError as error:
+        return Refusal(error.problem, remedy=error.remedy)
+    except ComponentDied as error:
+        return dead(error)
+
+
+def _model(service: Service, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "headrace",
+        "max_model_len": service.terms.max_context,
+        "version": service.engine.stats().version,
+    }
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error.response()
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = shown(request.url.path)
+    known = "GET /health, /metrics, /v1/models; POST " + ", ".join(COMPLETIONS)
+    problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    return Refusal(problem, remedy=f"known: {known}", status=error.status_code, code=code).response()
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    words = f"the server failed: {type(error).__name__}"
+    return Refusal(words, remedy="look at the server's log, and report it", status=500, code="internal").response()

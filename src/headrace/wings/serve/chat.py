@@ -1,0 +1,89 @@
+"""The model's own words: its tokenizer, its chat template, its ends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from headrace.base.net.refusal import Refusal, shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template, a program of the model's makers, may raise on a conversation it does not expect."""
+
+
+class ServedTokenizer:
+    """Text to token ids and back. Its methods may be called from any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        """The model's own ends of sequence."""
+        self.has_template = tokenizer.chat_template is not None
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
+        """Characters of text that a token stands for, at most."""
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt as it is, with what the tokenizer itself puts around it."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """What the chat template made: what goes around it is there."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
+        """A conversation under the chat template, ready for the assistant's turn."""
+        if not self.has_template:
+            raise Refusal(
+                "the model's tokenizer has no chat template",
+                remedy="use /v1/completions, or put a chat_template.jinja into the model's directory",
+                param="messages",
+                code="no_chat_template",
+            )
+        taken = sorted(variables.keys() & _reserved(self._tokenizer))
+        if taken:
+            raise Refusal(
+                f"chat_template_kwargs holds {shown(taken[0])}, which is not the template's",
+                remedy="leave it out",
+                param="chat_template_kwargs",
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **variables
+                )
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise Refusal(
+                f"the chat template refuses the messages: {shown(str(error), 200)}",
+                remedy="look at the roles, their order and the contents that this model's template expects",
+                param="messages",
+                code="chat_template_error",
+            ) from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, and nothing tidied."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text with special tokens, in which the engine looks for stop strings."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def spell(self, token: int) -> str:
+        """One token alone, special ones too."""
+        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text
+
+
+def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """What a caller's variables must not overwrite."""
+    return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

@@ -1,0 +1,1 @@
+"""Engines that other programs serve: vLLM and SGLang."""

@@ -1,0 +1,367 @@
+"""An engine that is a server: the :class:`~headrace.engine.base.EngineCore` contract over its streams.
+
+    host's step loop                 loop of the wire (a thread)                         the server
+    add, abort ─────────────────▶    queue ─ at most max_sequences ─▶ one stream each ─▶ samples
+    step ◀── chunks that are due ──  tokens, stamped as they arrive ◀─────────────────── tokens
+    stage (another thread): Receiver verifies, Handover writes a file beside the server
+    commit ─────────────────────▶    nothing new is sent; hold; load the file; go on ─▶  packs its kernels' weights
+    take_swaps ◀── report ─────────  the spans at the end of a stream certify its stamps
+
+Tokens are stamped with the version in use when they arrive. Between the answer to *hold* and the order to *go on* lies
+the loading of the weights, so a token that was sampled before arrives before; where one does not, the spans with which
+the server ends the stream say so, and its reader is told again (:meth:`.answer.Answer.certify`). Where a server tells
+no spans, every stream ends at the commit instead, and lies under one version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from headrace.base.clock import Clock
+from headrace.base.errors import EngineFull, RequestError, WeightsError
+from headrace.base.types.columns import FloatColumn
+from headrace.base.types.episode import StopReason
+from headrace.base.types.messages.controller import Chunk, EngineStats
+from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
+from headrace.base.types.taught import TopScores
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.engine.config import EngineConfig
+from headrace.engine.native.checks import check_ids, request_problem, score_problem
+from headrace.wings.servers.client.answer import StreamedAnswer
+from headrace.wings.servers.client.dialect import ServerInfo
+from headrace.wings.servers.client.outbox import ChunkQueue
+from headrace.wings.servers.client.records import RoutingDecoder
+from headrace.wings.servers.client.server import Server
+from headrace.wings.servers.client.streams import AnswerStreams, StreamTerms
+from headrace.wings.servers.client.wire import Wire
+
+STEP_S = 0.005
+"""Longest that a step waits for tokens: orders wait as long."""
+CONTROL_S = 60.0
+"""Longest wait for a pause, a withdrawal or a score."""
+
+
+class StagingReceiver(Protocol):
+    """Brings versions and verifies them: :class:`headrace.sync.receiver.Receiver`."""
+
+    def stage(self, update: WeightUpdate) -> None:
+        """Bring and verify; raises :class:`~headrace.base.errors.WeightsError`."""
+        ...
+
+    def staged(self) -> Mapping[str, Tensor]:
+        """What was staged last, by name."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """From now on later versions may build on it; raises :class:`~headrace.base.errors.WeightsError`."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _ServedForkSource:
+    """A request that can be forked."""
+
+    prompt: list[int]
+    ids: list[int]
+    version: int = NOT_SAMPLED
+    """Of its newest token; ``NOT_SAMPLED`` before the first."""
+
+    def take(self, chunk: Chunk) -> None:
+        """What its reader is told."""
+        if chunk.restarted:
+            self.ids.clear()
+        self.ids.extend(chunk.ids_T.tolist())
+        if len(chunk.versions_T):
+            self.version = int(chunk.versions_T[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedLimits:
+    """What no request may exceed, or ask for."""
+
+    vocab_size: int
+    """Ids run from 0 to one below it."""
+    max_context: int
+    """Tokens of prompt and answer."""
+    masks: bool = False
+    """Whether the server tells what each token was drawn from."""
+    routes: RoutingDecoder | None = None
+    """Of a server that tells the experts of each token."""
+
+
+class ServedEngine:
+    """Made by :func:`headrace.wings.servers.client.make.served`. ``receiver`` is ``None`` where the weights never
+    change."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        server: Server,
+        config: EngineConfig,
+        *,
+        met: ServerInfo,
+        limits: ServedLimits,
+        receiver: StagingReceiver | None,
+        clock: Clock,
+    ) -> None:
+        self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
+        self._met = met
+        self._name, self._can = server.dialect.name, config.can
+        self._outbox = ChunkQueue()
+        terms = StreamTerms(
+            most=config.max_sequences,
+            flush_tokens=config.flush_tokens,
+            vocab_size=limits.vocab_size,
+            masks=limits.masks,
+            routes=limits.routes,
+            trained=receiver is not None,
+        )
+        self._streams = wire.call(_made(wire, server, self._outbox, terms, clock), CONTROL_S)
+        self._arrivals = itertools.count()
+        self._live: dict[int, _ServedForkSource] = {}
+        self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
+        self._swapping: int | None = None
+        self._version = NOT_SAMPLED
+        self._paused = False
+
+    def facts(self) -> dict[str, str | int | float]:
+        """What the engine says of itself, for people."""
+        return {"server": f"{self._name} {self._met.version}", "server_address": str(self._server.address)}
+
+    def adopt(self, version: int) -> None:
+        """The server has the weights of ``version`` already: those of its own directory. Adapters it takes from the
+        handover, where they have been written."""
+        self._wire.call(self._named(version), CONTROL_S)
+        self._version = version
+
+    def add(self, request: GenerateRequest) -> None:
+        name = f"request {request.request_id}"
+        if problem := self._problem(request):
+            raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
+        if self._streams.stats.waiting >= self._config.max_waiting:
+            raise EngineFull(
+                f"{name} would be one more than engine.max_waiting={self._config.max_waiting} that wait",
+                remedy="ask again later, or raise engine.max_waiting",
+            )
+        prompt = self._prompt(request, name)
+        if not prompt:
+            raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")
+        if len(prompt) + request.sampling.max_new_tokens > self._limits.max_context:
+            raise RequestError(
+                f"{name}: prompt of {len(prompt)} tokens + max_new_tokens={request.sampling.max_new_tokens} "
+                f"exceed max_context={self._limits.max_context}",
+                remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
+            )
+        begun = self._begun(request, name)
+        answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
+        answer.begun = answer.flushed = len(begun)
+        answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
+        answer.kept = [()] * len(begun)
+        self._live[request.request_id] = _ServedForkSource(prompt=prompt, ids=begun)
+        self._wire.post(self._streams.add, answer)
+
+    def abort(self, request_ids: Sequence[int]) -> list[Chunk]:
+        if self._wire.failure is not None:  # the next step says so, behind what came before it
+            return []
+        self._wire.call(self._withdrawn(request_ids), CONTROL_S)
+        return self._taken()
+
+    def has_work(self) -> bool:
+        if self._outbox.any or self._swapping is not None or self._wire.failure is not None:
+            return True
+        return bool(self._live) and not self._paused
+
+    def step(self) -> list[Chunk]:
+        self._outbox.wait(STEP_S)
+        broken = self._wire.failure is not None
+        chunks = self._taken()
+        if broken and not chunks:  # what came before it broke is told first
+            self._refuse_broken()
+        return chunks
+
+    def score(self, request: ScoreTokens) -> FloatColumn:
+        return self.top_scores(request).logprobs_T
+
+    def top_scores(self, request: ScoreTokens) -> TopScores:
+        self._refuse_broken()
+        problem = score_problem(request, self._limits.vocab_size)
+        if self._version == NOT_SAMPLED:
+            problem = "they came before the first weights"
+        elif request.temperature != 1 or request.kept is not None or request.routing is not None or request.top_below:
+            problem = f"{self._name} scores at temperature 1 only, over the whole vocabulary, and routes live"
+        elif len(request.ids_T) > self._limits.max_context - 1:
+            problem = f"{len(request.ids_T)} tokens, and {self._name} takes {self._limits.max_context - 1}"
+        if problem:
+            raise RequestError(f"tokens to score: {problem}", remedy="score them with an engine of kind 'native'")
+        if len(request.ids_T) < 2:
+            empty = np.zeros((len(request.ids_T), request.top_k), np.float32)
+            return TopScores(logprobs_T=np.zeros(len(empty), np.float32), ids_TK=empty.astype(np.int32), logs_TK=empty)
+        ids = [int(token) for token in request.ids_T]
+        return self._wire.call(self._scores(ids, request.top_k), CONTROL_S)
+
+    def stage(self, update: WeightUpdate) -> None:
+        if self._receiver is None:
+            raise WeightsError(
+                f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
+            )
+        self._receiver.stage(update)
+        self._server.handover.write(update.version, self._receiver.staged())
+
+    def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+        if mode not in self._can.interrupts:
+            raise WeightsError(
+                f"{self._name} cannot commit with sync.interrupt={mode.value!r}",
+                remedy=f"set it to {' or '.join(sorted(one.value for one in self._can.interrupts))}",
+            )
+        if self._swapping is not None or self._receiver is None:
+            other = f"version {self._swapping} is still coming into use" if self._swapping else "its weights are fixed"
+            raise WeightsError(f"commit of version {version}, and {other}", remedy="wait for the commit's report")
+        self._receiver.commit(version)
+        self._swapping = version
+        self._paused &= mode is not Interrupt.SLEEP
+        self._wire.post(self._begin_swap, version, mode)
+
+    def take_swaps(self) -> list[SwapReport]:
+        swaps = self._outbox.take_swaps()
+        if swaps:
+            self._version, self._swapping = swaps[-1].version, None
+        return swaps
+
+    def pause(self, *, release: bool = False) -> None:
+        if release and not self._can.releases:
+            raise RequestError(
+                f"{self._name} is asked to give its memory back on {self._config.device}, which it does not",
+                remedy="pause without release, or take engine.kind = 'native'",
+            )
+        self._refuse_broken()
+        self._wire.call(self._streams.sleep() if release else self._streams.hold(), CONTROL_S)
+        self._paused = True
+
+    def resume(self) -> None:
+        self._refuse_broken()
+        self._wire.call(self._streams.go_on(), CONTROL_S)
+        self._paused = False
+
+    def stats(self) -> EngineStats:
+        return self._streams.stats
+
+    # -- what is asked of it ------------------------------------------------------------------------------------------
+
+    def _problem(self, request: GenerateRequest) -> str:
+        sampling, dialect = request.sampling, self._server.dialect
+        lacking = {
+            "kept-sets (record_kept)": sampling.record_kept and not self._limits.masks,
+            "experts (record_routing)": sampling.record_routing and self._limits.routes is None,
+            "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
+            "pinned sequences": request.pinned and not self._can.pins,
+            f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
+        }
+        missing = [what for what, asked in lacking.items() if asked]
+        if missing:
+            return f"{self._name} has no {', no '.join(missing)}"
+        if self._version == NOT_SAMPLED:
+            return "it came before the first weights: its tokens would carry no version"
+        if request.request_id in self._live:
+            return "one of that id is already in the engine"
+        goes_on = request.answer_ids_T is not None
+        return request_problem(request, self._limits.vocab_size) or dialect.refusal(sampling, goes_on=goes_on)
+
+    def _prompt(self, request: GenerateRequest, name: str) -> list[int]:
+        checked = check_ids("prompt", request.prompt_ids_T, self._limits.vocab_size)
+        if checked.problem:
+            raise RequestError(f"{name}: {checked.problem}", remedy="encode with the tokenizer of the engine's model")
+        if request.fork is None:
+            return [int(token) for token in checked.ids_T]
+        past = self._fork_point(request.fork, name)
+        if len(checked.ids_T):
+            raise RequestError(
+                f"{name} is a fork and has a prompt of its own", remedy="leave the prompt of a fork empty"
+            )
+        return [*past.prompt, *past.ids[: request.fork.at]]
+
+    def _fork_point(self, fork: ForkRequest, name: str) -> _ServedForkSource:
+        past = self._live.get(fork.parent) or self._ended.get(fork.parent)
+        if past is None:
+            raise RequestError(
+                f"{name} forks request {fork.parent}, which is neither running nor among the last "
+                f"{self._config.fork_memory} that ended",
+                remedy="raise engine.fork_memory, or send its tokens as a prompt",
+            )
+        if not 0 <= fork.at <= len(past.ids):
+            raise RequestError(
+                f"{name} forks request {fork.parent} at={fork.at}, but that one has sampled {len(past.ids)} tokens",
+                remedy=f"set at to a number from 0 to {len(past.ids)}",
+            )
+        if fork.stale is StaleFork.REUSE and not self._can.reuses_stale:
+            raise RequestError(
+                f"{name} is to share what older weights have computed, and {self._name} shares none of that",
+                remedy="set stale to 'recompute' or 'refuse'",
+            )
+        if fork.stale is StaleFork.REFUSE and past.version not in (NOT_SAMPLED, self._version):
+            raise RequestError(
+                f"{name} forks request {fork.parent}, whose cache is not of version {self._version}, which is in use",
+                remedy="set stale to 'recompute'",
+            )
+        return past
+
+    def _begun(self, request: GenerateRequest, name: str) -> list[int]:
+        if request.answer_ids_T is None:
+            return []
+        checked = check_ids("answer", request.answer_ids_T, self._limits.vocab_size)
+        problem = checked.problem
+        if request.fork is not None:
+            problem = "a fork has the answer of its parent, and none of its own"
+        elif len(checked.ids_T) >= request.sampling.max_new_tokens:
+            problem = f"an answer of {len(checked.ids_T)} tokens has reached its max_new_tokens"
+        if problem:
+            raise RequestError(f"{name}: {problem}", remedy="continue only what has not ended, with its own ids")
+        return [int(token) for token in checked.ids_T]
+
+    # -- what comes of it ---------------------------------------------------------------------------------------------
+
+    def _taken(self) -> list[Chunk]:
+        chunks = self._outbox.take()
+        for chunk in chunks:
+            self._live[chunk.request_id].take(chunk)
+            if chunk.stop_reason is not None or chunk.error:
+                self._ended[chunk.request_id] = self._live.pop(chunk.request_id)
+                self._ended.move_to_end(chunk.request_id)
+                if len(self._ended) > self._config.fork_memory:
+                    self._ended.popitem(last=False)
+        return chunks
+
+    def _refuse_broken(self) -> None:
+        if self._wire.failure is not None:
+            raise self._wire.over() from self._wire.failure
+
+    def _begin_swap(self, version: int, mode: Interrupt) -> None:
+        self._swap = self._wire.spawn(self._streams.swap(version, mode))
+
+    async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
+        adapter = self._server.handover.form.adapters[""]
+        return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
+
+    async def _named(self, version: int) -> None:
+        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
+        if handover.form.adapters[""]:  # its directory has the model alone
+            await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
+        else:
+            await dialect.name_weights(self._wire.client, label)
+        self._streams.adopt(version)
+
+    async def _withdrawn(self, request_ids: Sequence[int]) -> None:
+        for chunk in self._streams.withdraw(request_ids, StopReason.ABORTED):
+            self._outbox.put(chunk)
+
+
+async def _made(wire: Wire, server: Server, outbox: ChunkQueue, terms: StreamTerms, clock: Clock) -> AnswerStreams:
+    """In the loop that it belongs to."""
+    return AnswerStreams(wire, server, outbox, terms, clock)

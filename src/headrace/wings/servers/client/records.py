@@ -1,0 +1,79 @@
+"""What a server tells of a token beside its logprob, checked and as a run keeps it: servers are not believed.
+
+Shape legend: N tokens, H layers of a model, L mixture-of-experts layers among them, K experts per token and layer.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.types.recorded import Experts
+from headrace.models.routing import RoutedModel
+
+HEADER_BYTES = 1024
+"""Of a file of numpy's, at most: it is parsed, and a deep one would take its parser down."""
+
+
+class RoutingDecoder:
+    """Of one mixture of experts, of ``num_layers`` layers with and without them."""
+
+    def __init__(self, routed: RoutedModel, num_layers: int) -> None:
+        self._routed, self._num_layers = routed, num_layers
+        self._depths = [layer.depth for layer in routed.layers]
+
+    def of(self, told: npt.NDArray[Any], count: int) -> Experts:
+        """The experts of ``count`` tokens from what a server tells of every layer, in a row or in order.
+        ``ValueError`` where they cannot be those of this model."""
+        shape = (count, self._num_layers, self._routed.top_k)
+        if told.shape not in (shape, (math.prod(shape),)):
+            raise ValueError(f"experts of shape {told.shape}, expected {shape}")
+        if told.size and not 0 <= told.min() <= told.max() < self._routed.num_experts:
+            raise ValueError(f"experts from {told.min()} to {told.max()} of {self._routed.num_experts}")
+        experts_NHK = told.reshape(shape)
+        experts_NLK: Experts = experts_NHK[:, self._depths].astype(self._routed.dtype)
+        if problem := self._routed.problem(experts_NLK):
+            raise ValueError(problem)
+        return experts_NLK
+
+
+def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: int) -> None:
+    """``ValueError`` for sets that tokens ``ids`` cannot have been drawn from."""
+    if len(kept) != len(ids):
+        raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
+    for token, span in zip(ids, kept, strict=True):
+        if token not in span or any(a >= b for a, b in itertools.pairwise(span)):
+            raise ValueError(f"token {token} with a kept-set of {len(span)} that it is not in, or that is out of order")
+        if span[-1] >= vocab_size:
+            raise ValueError(f"a kept-set with {span[-1]}, outside the vocabulary of {vocab_size}")
+
+
+def numbers(text: str) -> npt.NDArray[np.int32]:
+    """Whole numbers of 32 bits, in base64. ``ValueError`` for anything else."""
+    return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+
+
+def unpacked(text: str) -> npt.NDArray[Any]:
+    """The numbers in a file of numpy's, in base64. ``ValueError`` for anything else; no more memory is taken than the
+    file has.
+
+    >>> file = io.BytesIO()
+    >>> np.save(file, np.arange(6, dtype=np.uint8).reshape(2, 3))
+    >>> unpacked(base64.b64encode(file.getvalue()).decode()).tolist()
+    [[0, 1, 2], [3, 4, 5]]
+    """
+    file = io.BytesIO(base64.b64decode(text, validate=True))
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("an array in a format that is not known")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=HEADER_BYTES)
+    left = file.read()
+    if fortran or dtype.kind not in "ui" or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(left):
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} in {len(left)} bytes")
+    return np.frombuffer(left, dtype).reshape(shape)

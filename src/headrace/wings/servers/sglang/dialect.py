@@ -1,0 +1,142 @@
+"""The API of SGLang, as far as an engine needs it.
+
+Answers come from ``/generate`` (ids in, ids out). Their events say no span of versions, and an event may be late, so
+every stream is ended at a commit (``/pause_generation`` with ``abort``) and asked for again behind its tokens: what
+one stream brings lies under one version. Logprobs are those after penalties and temperature, and before truncation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ComponentDied
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.wings.servers.client.answer import StreamPart, TokenId
+from headrace.wings.servers.client.dialect import Ask, PauseMode, ServerInfo, post
+from headrace.wings.servers.client.records import numbers
+
+if TYPE_CHECKING:
+    import httpx
+
+UNBOUNDED = 2**31 - 1
+"""Of a server that was given no context: that of its model."""
+
+
+class _Finish(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    output_token_logprobs: list[tuple[float | None, TokenId, Any]] = []
+    finish_reason: _Finish | None = None
+    routed_experts: str | None = None
+    weight_version: str | None = None
+
+
+class _SglangEvent(msgspec.Struct):
+    """Of a stream, as far as it is read."""
+
+    meta_info: _Meta | None = None
+    error: Any = None
+
+
+class SglangDialect:
+    """See :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+
+    name = "SGLang"
+    kind = package = "sglang"
+    tested: tuple[str, ...] = ()
+    stream_path = "/generate"
+
+    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
+        """What its logprobs leave out, and what it would count anew."""
+        if sampling.truncated:
+            return f"{self.name} tells logprobs from before top_k, top_p and min_p"
+        penalised = sampling.presence_penalty or sampling.frequency_penalty
+        return f"{self.name} ends streams at a commit, and would count penalties anew" * bool(penalised)
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        sampling = ask.sampling
+        wanted = {
+            "max_new_tokens": ask.left,
+            "temperature": sampling.temperature,
+            "repetition_penalty": sampling.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+            "stop_token_ids": list(sampling.stop_ids),
+            "stop": list(sampling.stop),
+            "skip_special_tokens": False,  # a stop string may name one
+            "ignore_eos": True,  # stop_ids say what ends an answer
+        }
+        return {
+            "input_ids": list(ask.ids),
+            "sampling_params": wanted,
+            "return_logprob": True,
+            "return_routed_experts": sampling.record_routing,
+            "stream": True,
+        }
+
+    def part(self, event: str, seen: int) -> StreamPart | None:
+        read = msgspec.json.decode(event, type=_SglangEvent)
+        if read.error is not None or read.meta_info is None:
+            raise ValueError(str(read.error)[:300])
+        meta = read.meta_info
+        new = max(0, meta.completion_tokens - seen)
+        told = meta.output_token_logprobs[-new:] if new else []  # of the whole stream, or of what is new
+        if not told and meta.finish_reason is None:
+            return None
+        return StreamPart(
+            ids=[one[1] for one in told],
+            logprobs=[math.nan if one[0] is None else one[0] for one in told],
+            ended="" if meta.finish_reason is None else meta.finish_reason.type,
+            label=meta.weight_version,
+            experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
+        )
+
+    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
+        info = (await client.get("/server_info")).json()
+        model = (await client.get("/model_info")).json()["tokenizer_path"]  # its model_path is that of the last update
+        return ServerInfo(version=info["version"], model=model, max_context=info["context_length"] or UNBOUNDED)
+
+    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
+        await post(client, "/pause_generation", {"mode": "abort" if how.abort else "in_place"})
+
+    async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
+        order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
+        answer = await post(client, "/update_weights_from_disk", order)
+        if not answer["success"]:
+            raise ComponentDied(
+                f"SGLang did not take version {label}: {answer['message']}", remedy="look at its log"
+            )  # fmt: skip
+
+    async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        await post(client, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    async def go_on(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/continue_generation", {})
+
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/release_memory_occupation", {})
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/resume_memory_occupation", {})
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
+        wanted = {"max_new_tokens": 1, "temperature": 0.0}
+        order = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+        answer = await post(client, "/generate", {"input_ids": list(ids), "sampling_params": wanted, **order})
+        meta = answer["meta_info"]
+        logprobs_T = np.zeros(len(ids), np.float32)
+        ids_TK, logs_TK = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
+        for at in range(1, len(ids)):
+            logprobs_T[at] = meta["input_token_logprobs"][at][0]
+            best = meta["input_top_logprobs"][at] if top_k else []
+            ids_TK[at], logs_TK[at] = [one[1] for one in best], [one[0] for one in best]
+        return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)

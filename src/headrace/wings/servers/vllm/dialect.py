@@ -1,0 +1,203 @@
+"""The API of vLLM, as far as an engine needs it.
+
+Answers come from ``/inference/v1/generate`` (``--enable-scale-out``): ids in, ids out, each with the logprob under what
+it was drawn from (``--logprobs-mode processed_logprobs``), and at the end the spans of its weight versions. Weights and
+pauses are the RL routes of its development mode (``VLLM_SERVER_DEV_MODE=1``).
+
+``seed`` is never sent. A request with a seed has a generator of its own, and where its prompt is prefilled in pieces
+vLLM 0.32 takes back the draw that each piece but the last has made (``gpu_model_runner.py``:
+``gen.set_offset(gen.get_offset() - 4)``). A generator on a CPU has no offset: it raises "CPU Generator does not use
+offset", and the engine dies. Nor would a seed fix the draws of an answer that goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from headrace.base.errors import ConfigError
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.taught import TopScores
+from headrace.wings.servers.client.answer import StreamPart, TokenId, VersionSpan
+from headrace.wings.servers.client.dialect import Ask, PauseMode, ServerInfo, post
+from headrace.wings.servers.client.forms import FILE
+from headrace.wings.servers.client.records import unpacked
+
+if TYPE_CHECKING:
+    import httpx
+
+NOT_FINITE = -9998.0
+"""vLLM writes −9999 where a logprob is NaN or −∞."""
+UNBOUNDED = 2**31 - 1
+"""As a top-k: of any vocabulary."""
+SCORE_S = 60.0
+"""Longest wait for the logprobs of given tokens."""
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    sampling_mask: list[list[TokenId]] | None = None
+    routed_experts: str | None = None
+    token_ids: list[TokenId] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class _VllmEvent(msgspec.Struct):
+    """Of a stream, as far as it is read."""
+
+    choices: list[_Choice] = []
+    error: Any = None
+
+
+class VllmDialect:
+    """See :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+
+    name = "vLLM"
+    kind = package = "vllm"
+    tested: tuple[str, ...] = ("0.32",)
+    stream_path = "/inference/v1/generate"
+
+    def refusal(self, sampling: Sampling, *, goes_on: bool) -> str:
+        """Penalties count the tokens of an answer, and what has begun is a prompt to vLLM."""
+        penalised = sampling.presence_penalty or sampling.frequency_penalty
+        return f"{self.name} cannot continue an answer under presence or frequency penalties" * bool(
+            penalised and goes_on
+        )
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        sampling = ask.sampling
+        wanted = {
+            "max_tokens": ask.left,
+            **_drawn(sampling, masks=ask.masks),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
+            "stop_token_ids": list(sampling.stop_ids),
+            "stop": list(sampling.stop),
+            "skip_special_tokens": False,  # a stop string may name one
+            "detokenize": bool(sampling.stop),
+            "ignore_eos": True,  # stop_ids say what ends an answer
+            "logprobs": 0,
+        }
+        return {
+            "token_ids": list(ask.ids),
+            "sampling_params": wanted,
+            "stream": True,
+            "cache_salt": ask.label,  # the prefix cache is keyed by version
+            **_asked(ask.adapter),
+        }
+
+    def part(self, event: str, seen: int) -> StreamPart | None:
+        told = msgspec.json.decode(event, type=_VllmEvent)
+        if told.error is not None:
+            raise ValueError(str(told.error)[:300])
+        if not told.choices:
+            return None
+        choice = told.choices[0]
+        ids, spans, ended = choice.token_ids or [], choice.weight_versions, choice.finish_reason or ""
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        logprobs = [math.nan if one.logprob < NOT_FINITE else one.logprob for one in content or ()]
+        if ended and spans is None and seen + len(ids):
+            raise ValueError("no versions of the weights came with the end of an answer")
+        return StreamPart(
+            ids=ids,
+            logprobs=logprobs,
+            ended=ended,
+            spans=tuple(spans) if spans else None,
+            kept=choice.sampling_mask,
+            experts=None if choice.routed_experts is None else unpacked(choice.routed_experts),
+        )
+
+    async def meet(self, client: httpx.AsyncClient) -> ServerInfo:
+        version = (await client.get("/version")).json()["version"]
+        listed = (await client.get("/v1/models")).json()["data"][0]
+        answer = await client.get("/weight_info")
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"vLLM at {client.base_url} has no routes for weights (/weight_info: {answer.status_code})",
+                remedy="start it with VLLM_SERVER_DEV_MODE=1",
+            )
+        return ServerInfo(
+            version=version, model=listed.get("root") or listed["id"], max_context=listed["max_model_len"]
+        )
+
+    async def hold(self, client: httpx.AsyncClient, how: PauseMode) -> None:
+        mode, clear = ("abort", True) if how.abort else ("keep", how.recompute)
+        await post(client, f"/pause?mode={mode}&clear_cache={str(clear).lower()}")
+
+    async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
+        if not adapters:
+            await post(client, "/start_weight_update")
+            await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
+            await post(client, "/finish_weight_update", {"weight_version": label})
+            return
+        served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
+        for name in adapters:
+            if name in served:
+                await ask_workers(client, "take_adapter", name, str(path / name))
+            else:
+                await post(client, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name)})
+                await ask_workers(client, "name_adapter", name)
+        await self.name_weights(client, label)
+
+    async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        await post(client, "/update_weight_version", {"new_version": label})
+
+    async def go_on(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/resume")
+
+    async def sleep(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/sleep?level=1&mode=abort")
+
+    async def wake(self, client: httpx.AsyncClient) -> None:
+        await post(client, "/wake_up")
+
+    async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
+        wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
+        asked = {"token_ids": list(ids), "sampling_params": wanted, **_asked(adapter)}
+        answer = await post(client, self.stream_path, asked)
+        rows = answer["prompt_logprobs"]
+        logprobs_T = np.zeros(len(ids), np.float32)
+        ids_TK, logs_TK = np.zeros((len(ids), top_k), np.int32), np.zeros((len(ids), top_k), np.float32)
+        for at in range(1, len(ids)):
+            row = {int(token): told["logprob"] for token, told in rows[at].items()}
+            best = sorted(row, key=lambda token: -row[token])[:top_k]
+            logprobs_T[at] = row[ids[at]]
+            ids_TK[at], logs_TK[at] = best, [row[token] for token in best]
+        return TopScores(logprobs_T=logprobs_T, ids_TK=ids_TK, logs_TK=logs_TK)
+
+
+def _drawn(sampling: Sampling, *, masks: bool) -> dict[str, float]:
+    """A server that tells masks wants to know a bound of their size, and refuses a temperature of 0."""
+    if not masks:
+        return {"temperature": sampling.temperature, "top_k": sampling.top_k}
+    if sampling.temperature == 0:
+        return {"temperature": 1.0, "top_k": 1}
+    return {"temperature": sampling.temperature, "top_k": sampling.top_k or UNBOUNDED}
+
+
+def _asked(adapter: str) -> dict[str, str]:
+    return {"model": adapter} if adapter else {}
+
+
+async def ask_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
+    """What each worker returns, asked for one of ``headrace_in_vllm.Extension``."""
+    results: list[Any] = (await post(client, "/collective_rpc", {"method": method, "args": arguments}))["results"]
+    return results

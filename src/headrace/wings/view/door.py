@@ -1,0 +1,97 @@
+"""Who may look, and what a page may do.
+
+The address that ``headrace view`` prints holds the token once; from then on the browser keeps it in a cookie that no
+script can read. Whoever brings neither hears 401, and at ``/`` is asked for the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace.base.net.connection import mark_entitled
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""No script and no style but the server's own files, nothing from elsewhere, not even written by hand into a page."""
+_HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+_WANTED = {"www-authenticate": "Bearer"}
+_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<title>Token</title><main><h1>This view needs its token</h1><p>The program printed it with the address.</p>
+<form action="/" method="get"><p><label>Token <input name="token" type="password" autocomplete="off" required></label>
+<button>Open</button></p></form></main></html>
+"""
+
+
+class ViewAuth:
+    """Lets requests through to ``app``, or answers them itself."""
+
+    def __init__(self, app: ASGIApp, *, token: str, secure: bool = False) -> None:
+        """``secure``: the cookie travels over TLS only."""
+        self._app = app
+        self._token = token.encode(errors="surrogateescape")
+        self._secure = secure
+        self._key = hashlib.sha256(b"headrace view " + self._token).hexdigest()
+        """What the cookie holds: it opens this view, and tells nobody the token."""
+        self._cookie = f"headrace_view_{self._key[:8]}"
+        """Its name tells servers on different ports apart."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message.setdefault("headers", []))
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        answer = self._answer(scope)
+        if answer is None:
+            mark_entitled(scope)
+        await (self._app if answer is None else answer)(scope, receive, guarded)
+
+    def _answer(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
+        if given and scope["path"] == "/":
+            return self._let_in() if _same(given.encode(), self._token) else _ask()
+        kind, _, bearer = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if kind.lower() == b"bearer" and _same(bearer.strip(), self._token):
+            return None
+        kept = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
+        if _same(kept.encode(), self._key.encode()):
+            return None
+        return _ask() if scope["path"] == "/" else Response(status_code=401, headers=_WANTED)
+
+    def _let_in(self) -> Response:
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(
+            self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400
+        )  # fmt: skip
+        return answer
+
+
+def _same(given: bytes, right: bytes) -> bool:
+    return hmac.compare_digest(given, right)
+
+
+def _ask() -> Response:
+    return HTMLResponse(_FORM, status_code=401, headers=_WANTED)

@@ -1,0 +1,320 @@
+"""What the pages of episodes show: the list, one episode with the graph of its turns, its tokens a window at a time.
+
+Shape legend: T tokens of one turn, W tokens of the window that is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.clock import Clock
+from headrace.base.errors import DataError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
+from headrace.base.types.recorded import Routing
+from headrace.base.types.tokens import versions_of
+from headrace.base.types.versions import NOT_SAMPLED
+from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
+from headrace.wings.view.credit import Credits
+from headrace.wings.view.run import OpenRun
+from headrace.wings.view.taught import TaughtTokens, greatest, why_untaught
+
+PAGE = 50
+MOST_PAGE = 500
+MOST_WINDOW = 4096
+MOST_KEPT = 64
+"""Entries of one kept-set, or of a teacher's, that are spelled out."""
+PREVIEW_TOKENS = 160
+EXCERPT_TOKENS = 48
+EXCERPT = 96
+"""Tokens and characters of a prompt, and of an answer, in the list."""
+SEARCH_S = 0.6
+"""How long one go of a search may read; the next goes on from there."""
+MOST_FOUND = 25
+BLOCK = 64
+MOST_DIGITS = 18
+
+
+def listed(run: OpenRun, asked: dict[str, str]) -> dict[str, Any]:
+    """One page of the list, and how long the list is."""
+    order = asked.pop("order", "newest")
+    if order not in ORDERS:
+        raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
+    offset, limit = (_number(asked, name, default) for name, default in (("offset", 0), ("limit", PAGE)))
+    wanted = _wanted(asked)
+    browser = run.browser()
+    rows = browser.page(wanted, order=order, offset=offset, limit=min(limit, MOST_PAGE))
+    return {
+        "rows": [_listed(row) | _said(run, browser, row) for row in rows],
+        "total": run.remembered(f"count {wanted}", lambda: browser.count(wanted)),
+        "running": browser.num_running(),
+        "offset": offset,
+    }
+
+
+def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
+    """Episodes whose text holds ``words``, from the latest backwards, as many as are found in a moment. ``before`` is
+    where the last go stopped."""
+    needle, until_s = words.casefold(), clock.now() + SEARCH_S
+    found: list[dict[str, Any]] = []
+    read = 0
+    for episode in _backwards(run.browser(), _key(before) if before else None):
+        read += 1
+        place = _place_of(run, episode, needle)
+        found += [] if place is None else [place]
+        if len(found) == MOST_FOUND or clock.now() > until_s:
+            return {"found": found, "read": read, "next": str(episode.key)}
+    return {"found": found, "read": read, "next": ""}
+
+
+def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
+    """Every episode before ``at`` (``None``: all), the latest first."""
+    while block := browser.before(at, BLOCK):
+        yield from block
+        at = block[-1].key
+
+
+def shown(run: OpenRun, credits: Credits, name: str) -> dict[str, Any]:
+    """One episode: what is counted of it, its siblings, and its turns without their tokens."""
+    key = _key(name)
+    episode = run.browser().episode(key)
+    if episode is None:
+        raise DataError(f"there is no episode {key} that has ended", remedy="choose one from the list")
+    siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
+    row = next(each for each in siblings if each.place == key.place)
+    advantages, why = credits.of(run, episode, row)
+    differing = routing_differences(episode)
+    told = TaughtTokens.of(run, episode)
+    if credits.adds_teacher(run) and not told.taught:
+        advantages, why = None, f"a teacher adds to it, and of that: {why_untaught(run, row.step)}"
+    turns = [
+        _turn(run, index, turn, advantages, None if differing is None else differing[index])
+        | {"gap": greatest(told.gaps.get(index))}
+        | _taught(credits, run, episode, told, index)
+        for index, turn in enumerate(episode.turns)
+    ]
+    return {
+        **_listed(row),
+        "turns": turns,
+        "siblings": [_listed(each) for each in siblings],
+        "advantage_why": why,
+        "teacher_why": "" if told.taught else why_untaught(run, row.step),
+        "words_problem": run.words.problem,
+        "agent_rewards": episode.agent_rewards,
+    }
+
+
+def _taught(credits: Credits, run: OpenRun, episode: EpisodeGraph, told: TaughtTokens, turn: int) -> dict[str, Any]:
+    """What teachers said of a turn, as a whole."""
+    said, gaps_T = told.taught.get(turn), told.teacher_gaps(episode, turn)
+    added_T = credits.by_teacher(run, gaps_T)
+    return {
+        "teacher": episode.turns[turn].teacher,
+        "teacher_gap": greatest(gaps_T),
+        "teacher_entries": 0 if said is None else said.ids_TK.shape[1],
+        "teacher_adds": None if said is None or added_T is None else _range(added_T[said.known_T]),
+    }
+
+
+def window(run: OpenRun, credits: Credits, name: str, turn: int, span: tuple[int, int]) -> dict[str, Any]:
+    """The tokens of one turn from the first of ``span`` on, as many as it says: columns, aligned."""
+    first, count = span
+    episode, held = _turn_of(run, name, turn)
+    tokens = held.tokens
+    last = min(len(tokens), first + min(count, MOST_WINDOW))
+    shown_W = tokens.ids_T[first:last]
+    columns: dict[str, Any] = {
+        "first": first,
+        "total": len(tokens),
+        "text": run.words.pieces(tokens.ids_T.tolist(), first, last) if last > first else [],
+        "id": shown_W.tolist(),
+        "version": tokens.versions_T[first:last].tolist(),
+        "logprob": [_finite(value) for value in tokens.logprobs_T[first:last].tolist()],
+    }
+    if tokens.kept is not None:
+        columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
+    if tokens.entropies_T is not None:
+        columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
+    told = run.remembered(f"told {name}", lambda: TaughtTokens.of(run, episode))
+    if turn in told.gaps:
+        columns["gap"] = [_finite(value) for value in told.gaps[turn][first:last].tolist()]
+    if (said := told.taught.get(turn)) is not None:
+        columns["teacher"] = [_finite(value) for value in said.logprobs_T[first:last].tolist()]
+        columns["teacher_version"] = said.versions_T[first:last].tolist()
+    if (added_T := credits.by_teacher(run, told.teacher_gaps(episode, turn))) is not None:
+        columns["teacher_adds"] = added_T[first:last].tolist()
+    differing = routing_differences(episode)
+    again_T = None if differing is None else differing[turn]
+    if again_T is not None:
+        columns["rerouted"] = again_T[first:last].tolist()
+    return columns
+
+
+def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
+    """What else is recorded of one token: its kept-set in words, its experts layer by layer, and what its teacher would
+    rather have said."""
+    _, held = _turn_of(run, name, turn)
+    tokens = held.tokens
+    if not 0 <= place < len(tokens):
+        raise DataError(f"turn {turn} has no token {place}", remedy=f"it has {len(tokens)}")
+    detail: dict[str, Any] = {"place": place}
+    if tokens.kept is not None and tokens.kept.sizes_T[place]:
+        ids = tokens.kept[place : place + 1].ids_E.tolist()
+        detail["kept"] = [{"id": each, "text": run.words.pieces([each])[0]} for each in ids[:MOST_KEPT]]
+        detail["kept_more"] = max(0, len(ids) - MOST_KEPT)
+    if tokens.routing is not None and tokens.routing.known_T[place]:
+        detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
+    if tokens.taught is not None and tokens.taught.known_T[place]:
+        said = zip(tokens.taught.ids_TK[place].tolist(), tokens.taught.logs_TK[place].tolist(), strict=True)
+        detail["teacher"] = [
+            {"id": each, "text": run.words.pieces([each])[0], "logprob": log} for each, log in list(said)[:MOST_KEPT]
+        ]
+    return detail
+
+
+def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
+    """Per turn and token, how many of its experts a later turn chose otherwise when it read the token again as
+    context; −1 where only one of the two is recorded. ``None`` where nothing was recorded at all."""
+    found: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
+    for leaf in episode.leaves():
+        path = episode.path(leaf)
+        for place in range(len(path)):
+            for earlier, counts_T in _read_again(episode, path[: place + 1]):
+                found[earlier] = counts_T
+    return found if any(each is not None for each in found) else None
+
+
+def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+    """The turns before the last one of ``path`` that were read again for it, each with how many experts differ."""
+    again = episode.turns[path[-1]].context_routing
+    before = 0
+    for earlier in path[:-1]:
+        tokens = episode.turns[earlier].tokens
+        span = slice(before, before + len(tokens))
+        before += len(tokens)
+        if again is not None and tokens.routing is not None and before <= len(again):
+            yield earlier, _differing(tokens.routing, again[span])
+
+
+def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
+    counts_T = np.full(len(first), -1, np.int64)
+    both_T = first.known_T & again.known_T
+    places = np.flatnonzero(both_T)
+    if len(places) and first.experts_RLK.shape[1:] == again.experts_RLK.shape[1:]:
+        one, two = (np.sort(each.take(places).experts_RLK, axis=-1) for each in (first, again))
+        counts_T[places] = (one != two).sum(axis=(1, 2))
+    return counts_T
+
+
+def _turn(
+    run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
+) -> dict[str, Any]:
+    tokens = turn.tokens
+    return {
+        "index": index,
+        "author": turn.author,
+        "parent": turn.parent,
+        "tokens": len(tokens),
+        "sampled": tokens.num_sampled,
+        "stop_reason": turn.stop_reason,
+        "failed": turn.failed,
+        "untrained": turn.untrained,
+        "reward": turn.reward,
+        "extra": turn.extra,
+        "process": turn.process,
+        "branch": turn.branch,
+        "versions": versions_of([tokens]),
+        "advantage": None if advantages is None else _finite(advantages[index]),
+        "preview": "".join(run.words.pieces(tokens.ids_T[:PREVIEW_TOKENS].tolist())),
+        "kept": _range(tokens.kept.sizes_T[tokens.kept.sizes_T > 0]) if tokens.kept is not None else None,
+        "experts": None if tokens.routing is None else list(tokens.routing.experts_RLK.shape[1:]),
+        "entropy": None if tokens.entropies_T is None else _range(tokens.entropies_T[tokens.sampled_T]),
+        "rerouted": None if differing is None else int((differing > 0).sum()),
+        "logprob": _range(tokens.logprobs_T[tokens.sampled_T & np.isfinite(tokens.logprobs_T)]),
+        "mixed": int((tokens.versions_T < NOT_SAMPLED).sum()),
+    }
+
+
+def _listed(row: EpisodeRow) -> dict[str, Any]:
+    age = None if row.step is None or row.oldest is None else row.step - row.oldest
+    return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
+
+
+def _said(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
+    """The end of what an episode was asked first, and the beginning of its last answer."""
+    episode = browser.episode(EpisodeKey(row.group, row.place))
+    turns = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if not turn.tokens.num_sampled]
+    answers = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if turn.tokens.num_sampled]
+    prompt = run.words.text(turns[0][-EXCERPT_TOKENS:].tolist()) if turns else ""
+    answer = run.words.text(answers[-1][:EXCERPT_TOKENS].tolist()) if answers else ""
+    return {"prompt": prompt[-EXCERPT:], "answer": answer[:EXCERPT]}
+
+
+def _place_of(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
+    for index, turn in enumerate(episode.turns):
+        text = run.words.text(turn.tokens.ids_T.tolist())
+        at = text.casefold().find(needle)
+        if at >= 0:
+            return {
+                "key": str(episode.key),
+                "turn": index,
+                "author": turn.author,
+                "reward": episode.reward,
+                "status": episode.status,
+                "around": text[max(0, at - 60) : at + len(needle) + 60],
+            }
+    return None
+
+
+def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
+    key = _key(name)
+    episode = run.browser().episode(key)
+    if episode is None or not 0 <= turn < len(episode.turns):
+        raise DataError(f"episode {key} has no turn {turn}", remedy="choose one from the list")
+    return episode, episode.turns[turn]
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number >= 0 that ``text`` writes in ASCII digits; ``None`` if it writes none, or one that the ledger's
+    columns of 64 bits cannot hold."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
+    return int(text) if is_number else None
+
+
+def _wanted(asked: dict[str, str]) -> EpisodeQuery:
+    given = {name: value for name, value in asked.items() if value not in ("", "offset")}
+    try:
+        return msgspec.convert(given, EpisodeQuery, strict=False)
+    except msgspec.ValidationError as error:
+        names = ", ".join(EpisodeQuery.__struct_fields__)
+        raise DataError(f"the filter cannot be used: {error}", remedy=f"known: {names}") from None
+
+
+def _number(asked: dict[str, str], name: str, default: int) -> int:
+    text = asked.pop(name, str(default))
+    number = whole_number(text)
+    if number is None:
+        raise DataError(
+            f"{name}={text[:40]!r} is no number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
+        )
+    return number
+
+
+def _key(name: str) -> EpisodeKey:
+    group, dot, place = name.partition(".")
+    numbers = whole_number(group), whole_number(place)
+    if not dot or numbers[0] is None or numbers[1] is None:
+        raise DataError(f"{name[:60]!r} names no episode", remedy="write GROUP.PLACE, 12.3 for one")
+    return EpisodeKey(numbers[0], numbers[1])
+
+
+def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
+    return (float(values.min()), float(values.max())) if len(values) else None
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
