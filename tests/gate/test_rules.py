@@ -6,6 +6,7 @@ import pytest
 
 from tools.gate import Source, check
 from tools.gate.imports import optional_imports, optional_packages
+from tools.gate.words import unique_classes
 
 HERE = "src/headrace/flow/made_up.py"
 
@@ -125,6 +126,13 @@ def test_verb_may_have_many_flags() -> None:
 
 def test_name_of_a_test_must_be_a_sentence() -> None:
     assert found("def test_queue(): ...", "tests/flow/test_queue.py") == ["sentence"]
+
+
+def test_class_needs_a_name_of_its_own_in_the_words_of_the_field() -> None:
+    first = Source("src/headrace/flow/a.py", "class Limits: ...\nclass Once: ...")
+    again = Source("src/headrace/sync/b.py", "class Limits: ...\nclass _Crew: ...")
+    assert [(f.rule, f.path) for f in unique_classes([first, again])] == [("unique", again.path), ("word", again.path)]
+    assert unique_classes([first]) == []
 
 
 def test_optional_package_is_imported_late_and_in_one_file() -> None:

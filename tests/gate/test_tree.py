@@ -6,6 +6,7 @@ from pathlib import Path
 from tools.gate import check
 from tools.gate.imports import KNOWN_WINGS, ROOMS, optional_imports, optional_packages
 from tools.gate.source import read
+from tools.gate.words import unique_classes
 from tools.house import Graph, Tree
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,11 @@ def test_tests_tools_and_examples_have_no_finding() -> None:
 
 def test_each_optional_package_has_one_home() -> None:
     findings = optional_imports(read(ROOT, "src"), optional_packages(PYPROJECT))
+    assert not findings, listed([*findings])
+
+
+def test_each_class_has_a_name_of_its_own_in_the_words_of_the_field() -> None:
+    findings = unique_classes(read(ROOT, "src"))
     assert not findings, listed([*findings])
 
 

@@ -52,19 +52,19 @@ WRONG = (
     {"cookie": f"headrace_view={TOKEN}; token={TOKEN}"},
 )
 SERVERS = {
-    "bench/slow_judge.py": "a judge that only waits, of a benchmark's own, on loopback",
-    "bridges/atropos.py": "the application of engine/server/app.py, with a token of its own",
-    "engine/server/app.py": "tested here",
-    "engine/server/run.py": "the application of engine/server/app.py",
-    "engine/server/shell.py": "the server of all ASGI applications; it answers nothing itself",
-    "launch/joining/relay.py": "no HTTP of its own: leads to doors of the run; tests/launch/test_relay.py",
-    "observe/writers/prometheus.py": "tested here",
-    "rollout/endpoint/app.py": "tested here",
-    "rollout/endpoint/serving.py": "the application of rollout/endpoint/app.py",
+    "wings/bench/slow_judge.py": "a judge that only waits, of a benchmark's own, on loopback",
+    "wings/bridges/atropos.py": "the application of wings/serve/app.py, with a token of its own",
+    "wings/serve/app.py": "tested here",
+    "wings/serve/run.py": "the application of wings/serve/app.py",
+    "base/net/shell.py": "the server of all ASGI applications; it answers nothing itself",
+    "wings/cluster/joining/relay.py": "no HTTP of its own: leads to doors of the run; tests/launch/test_relay.py",
+    "run/observe/writers/prometheus.py": "tested here",
+    "wings/agents/app.py": "tested here",
+    "wings/agents/serving.py": "the application of wings/agents/app.py",
     "sync/http.py": "tested here",
     "testing/servers/__init__.py": "fakes of vLLM and SGLang on loopback, for tests alone",
-    "view/app.py": "tested here",
-    "view/serving.py": "the application of view/app.py",
+    "wings/view/app.py": "tested here",
+    "wings/view/serving.py": "the application of wings/view/app.py",
 }
 """Whatever listens to HTTP in the library, and where its door is tested."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 from tools.gate.source import Finding, FunctionNode, Source, dotted
 
@@ -20,6 +21,30 @@ _SAYS_IT = re.compile(
 """Words of docs/glossary.md that mean the same wherever they stand."""
 _NUMBERS = frozenset({"int", "float", "complex", "NDArray", "ndarray", "Tensor"})
 """Types that do not say what a field measures; a record, an enum, a text or a flag does."""
+
+NOT_OURS = frozenset({
+    "Asked", "Board", "Companion", "Crew", "Desk", "Door", "Drought", "Errand", "Guest", "Held", "Hold", "Homes",
+    "Journey", "Knock", "Met", "Parts", "Room", "Seat", "Seen", "Sheet", "Shift", "Terms", "Told", "Visit", "Wanted",
+    "Way", "Wish",
+})  # fmt: skip
+"""Words that tell a reader from abroad nothing: docs/glossary.md has the words of the field."""
+
+
+def unique_classes(sources: Iterable[Source]) -> list[Finding]:
+    """Rules ``unique``, one class for each name over the whole project, and ``word``, names in the words of the field."""
+    places: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
+    for source in sources:
+        for cls in source.classes:
+            places[cls.name].append((source, cls))
+    findings: list[Finding] = []
+    for name, found in places.items():
+        first = found[0][0].path
+        text = f"there is another class {name} in {first}: give each a name of its own"
+        findings += [source.find("unique", cls, text) for source, cls in found[1:]]
+        if name.lstrip("_") in NOT_OURS:
+            text = f"{name} does not say what it is: take a word of the field (docs/glossary.md)"
+            findings += [source.find("word", cls, text) for source, cls in found]
+    return findings
 
 
 def words(source: Source) -> Iterator[Finding]:

@@ -64,7 +64,7 @@ def refuse_unequal(
     )
 
 
-class _Asked(PackedPlan):
+class _ProbeRequest(PackedPlan):
     """A plan that notes how each layer attends, and with how many heads."""
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class _Asked(PackedPlan):
 def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
     """Ask the attention alone about sequences that are longer than each sliding window: a pass of the model over so
     many tokens would take long."""
-    asked = _Asked(model.device)
+    asked = _ProbeRequest(model.device)
     forward(model, torch.zeros(1, dtype=torch.long, device=model.device), asked)
     windows = {(rule.window, shapes[layer]): (rule, heads) for layer, (rule, heads) in asked.rules.items()}
     for (window, shape), (rule, heads) in windows.items():

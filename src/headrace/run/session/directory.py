@@ -58,7 +58,7 @@ def choose_directory(asked: str, clock: Clock, *, prefix: str = "") -> Path:
     return (Path("runs") / f"{prefix}{moment}").resolve()
 
 
-class Held:
+class HeldDirectory:
     """A run directory that this process holds, and which others may remove or move all the same.
 
     What is open stays writable then, SQLite's file too, and all of it is gone in the end; and a second run may have
@@ -127,7 +127,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextmanager
-def locked(run_dir: Path, *, resume: bool) -> Iterator[Held]:
+def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
     """Hold ``run_dir`` for this process alone.
 
     Raises :class:`~headrace.base.errors.ConfigError` if another process holds it, if it has a run already and
@@ -158,7 +158,7 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[Held]:
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to go on, or choose another run.dir",
             )
-        yield Held(run_dir, descriptor)
+        yield HeldDirectory(run_dir, descriptor)
     finally:
         os.close(descriptor)
 

@@ -37,7 +37,7 @@ from headrace.run.session.directory import (
     FACTS_FILE,
     STATUS_FILE,
     SUMMARY_FILE,
-    Held,
+    HeldDirectory,
     Status,
     choose_directory,
     locked,
@@ -132,7 +132,7 @@ class Life:
 
     prepared: Prepared
     run_dir: Path
-    held: Held
+    held: HeldDirectory
     """The same, as long as it is this run's."""
     recording: ReplayRecording | None
     """What it repeats; ``None``: nothing."""
@@ -244,7 +244,7 @@ def _open_books(config: RunConfig, run_dir: Path, stack: ExitStack, start: Start
 class Watchers:
     """Who watches a run from outside, and may end it."""
 
-    held: Held
+    held: HeldDirectory
     watching: RunWatchers
     interrupts: Interrupts
 
@@ -276,7 +276,7 @@ async def _run(
     return summary
 
 
-def _lost(held: Held) -> RunError | None:
+def _lost(held: HeldDirectory) -> RunError | None:
     """What explains all other errors where the run's directory is gone."""
     try:
         held.refuse_lost()
