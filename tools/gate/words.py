@@ -31,7 +31,7 @@ NOT_OURS = frozenset({
 
 
 def unique_classes(sources: Iterable[Source]) -> list[Finding]:
-    """Rules ``unique``, one class for each name over the whole project, and ``word``, names in the words of the field."""
+    """Rules ``unique``, one class for each name of the project, and ``word``, names in the words of the field."""
     places: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
     for source in sources:
         for cls in source.classes:
