@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headrace.wings.bench import Report, show
+from headrace.wings.bench.base import Report, show
 from lab.faults import run as faults
 from lab.fuzz import run as fuzz
 

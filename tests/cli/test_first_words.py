@@ -58,7 +58,7 @@ def test_verb_speaks_before_its_heavy_imports(arguments: list[str], tmp_path: Pa
 def test_every_verb_that_may_take_long_is_among_them() -> None:
     from headrace.run.cli.app import app
 
-    quick = {"recipes"}
+    quick = {"recipes", "init"}
     known = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     assert known == {name.split()[0] for name in VERBS} | quick
 
@@ -69,7 +69,7 @@ def test_help_is_printed_alone_and_without_the_library(verb: list[str], tmp_path
         f"import sys, atexit\natexit.register(lambda: print(set({HEAVY!r}) & sys.modules.keys(), file=sys.stderr))\n"
     )
     shown = run(report + PROGRAM, *verb, "--help", cwd=tmp_path)
-    assert shown.stderr == "set()"
+    assert shown.stderr == "set()\n"
     assert "Usage" in shown.stdout
 
 

@@ -40,8 +40,8 @@ def test_flags_write_a_file_that_a_dry_run_accepts_and_a_reward_that_works(place
     assert said.output.endswith("headrace train run.toml --dry-run\nheadrace train run.toml\n")
     assert 'prompt_column = "question"' in (place / "run.toml").read_text()
     planned = CliRunner().invoke(app, ["train", "run.toml", "--dry-run"])
-    assert planned.exit_code == 0, planned.output
-    assert planned.output.startswith("9 tasks, 0 held out; 100 steps of 8 groups")
+    assert planned.exit_code == 0, planned.stdout
+    assert planned.stdout.startswith("9 tasks, 0 held out; 100 steps of 8 groups")
     reward = vars(load_file(place / "reward.py"))["reward"]
     told = [("it is 1,234.", "1234"), ("12", "#### 12"), ("no, 12 or 13", 12), ("Paris.", "paris"), ("x", ""), ("", 1)]
     assert [reward(completion, answer) for completion, answer in told] == [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
@@ -101,6 +101,6 @@ def test_help_says_what_every_verb_is_for_and_what_every_benchmark_measures() ->
     assert places == sorted(places)
     assert places[0] < said.index("│ init ") < said.index("│ train ") < places[1] < said.index("│ serve ") < places[2]
     bench = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "160"}).output
-    for name, measured in {"faults": "with a part killed at a random moment", "sync": "transports and codecs"}.items():
+    for name, measured in {"fleet": "what commits and deaths cost", "sync": "transports and codecs"}.items():
         assert f" {name}  " in bench
         assert measured in bench

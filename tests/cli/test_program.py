@@ -32,6 +32,13 @@ class Said:
 Program = Callable[..., Said]
 
 
+def after_first_words(said: str) -> str:
+    """What stands on standard error behind the line that says what the verb is about to do."""
+    first, _, rest = said.partition("\n")
+    assert first.endswith(" ..."), said
+    return rest
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
     """The program in this process."""
@@ -123,7 +130,7 @@ def test_an_error_is_told_in_words_with_a_remedy(
 ) -> None:
     said = program(*(argument.replace("RUN", str(run_file)) for argument in arguments))
     assert (said.code, said.out) == (1, "")
-    told, _, remedies = said.err.partition("remedy: ")
+    told, _, remedies = after_first_words(said.err).partition("remedy: ")
     assert told.startswith("error: ")
     assert problem in told
     assert remedy in remedies
@@ -131,7 +138,7 @@ def test_an_error_is_told_in_words_with_a_remedy(
 
 def test_a_dry_run_says_what_would_happen_and_starts_nothing(program: Program, run_file: Path) -> None:
     said = program("train", run_file, "--dry-run", "--set", "flow.max_age=2", "--set", "run.steps=6")
-    assert (said.code, said.err) == (0, "")
+    assert (said.code, after_first_words(said.err)) == (0, "")
     for words in (
         "12 tasks, 0 held out; 6 steps of 2 groups × 4 = 8 episodes",
         "1 epoch.", "Up to 4 new tokens, 10 with the prompt; generation runs up to 2 batches ahead",
@@ -198,7 +205,7 @@ def test_what_a_part_says_of_its_failure_reaches_the_user(tmp_path: Path, model_
     run_file = make_run(tmp_path / "work", torn, env={"reward": "reward.py:reward", "reward_workers": 2})
     said = headrace("train", run_file)
     assert said.returncode == 1
-    assert said.stderr.startswith("error: model.path=")
+    assert after_first_words(said.stderr).startswith("error: model.path=")
     assert "cannot be loaded: SafetensorError" in said.stderr
     assert "remedy: give the directory of a Hugging Face causal language model" in said.stderr
 

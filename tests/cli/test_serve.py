@@ -26,7 +26,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_verb_explains_itself() -> None:
     said = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert said.exit_code == 0
-    for words in ("MODEL_DIR", "--token-file", "HEADRACE_SERVE_TOKEN", "--set"):
+    for words in ("MODEL", "--token-file", "HEADRACE_SERVE_TOKEN", "--set"):
         assert words in said.output
 
 

@@ -47,7 +47,7 @@ def test_linter_finds_what_is_forbidden(code: str, rule: str) -> None:
     ("path", "code"), [("clock", "import time\n\nx = time.monotonic()"), ("environ", "import os\n\nx = os.environ")]
 )
 def test_clock_and_environment_are_read_in_their_one_file(path: str, code: str) -> None:
-    assert "All checks passed" in lint(f'"""M."""\n\n{code}\n', f"src/headrace/{path}.py")
+    assert "All checks passed" in lint(f'"""M."""\n\n{code}\n', f"src/headrace/base/{path}.py")
 
 
 def test_warning_in_a_test_is_an_error() -> None:

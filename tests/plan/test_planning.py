@@ -237,7 +237,7 @@ def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_pat
         refused = runner.invoke(app, [*both, "--picture", str(nowhere)])
         assert isinstance(refused.exception, ConfigError)
         assert "--picture" in refused.exception.problem
-    tree = json.loads(runner.invoke(app, [*both, "--generation", "4", "--json"]).output)
+    tree = json.loads(runner.invoke(app, [*both, "--generation", "4", "--json"]).stdout)
     assert tree["asked"]["generation"] == 4
     assert {"view", "fit", "best", "synchronous", "tried", "words"} <= set(tree)
     cluster.write_text('[cluster]\naccelerator = "H100"\ncount = 8\nnodes = 2\n')

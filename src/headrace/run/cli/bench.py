@@ -29,7 +29,8 @@ def bench(
 ) -> None:
     """Measure this machine, and hold the figures against their targets."""
     starting(f"loading what the benchmark {name} needs")
-    from headrace.wings.bench import run_benchmark, show
+    from headrace.wings.bench import run_benchmark
+    from headrace.wings.bench.base import show
 
     progress = console(stderr=True)
     given = {"threads": threads, "quick": quick, "vllm": vllm}

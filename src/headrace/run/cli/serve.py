@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headrace.base.errors import ConfigError
-from headrace.models.hub import is_hub_name, local_directory
 from headrace.run.cli.output import console, readable, starting
 
 if TYPE_CHECKING:
@@ -107,6 +106,8 @@ def _token(given: str, file: Path | None) -> str:
 
 
 def _is_named(model: Path) -> bool:
+    from headrace.models.hub import is_hub_name
+
     return is_hub_name(str(model)) and not model.exists()
 
 
@@ -114,6 +115,7 @@ def _local(model: ModelConfig) -> ModelConfig:
     """The model in a directory whose files are as they were written, fetched from a hub where it is named so. What can
     be told before torch is imported is told at once."""
     from headrace.learner.checksums import verify_model
+    from headrace.models.hub import local_directory
 
     path = local_directory(model.path)
     if not Path(path).is_dir():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pydantic
 
+from headrace.base.config import Section, descriptions
 from headrace.base.environ import num_cores
 from headrace.launch.config import threads
 from headrace.learner.companions.fit import columns_of
@@ -114,7 +115,9 @@ def _given(table: pydantic.BaseModel) -> dict[str, Any]:
 
 
 def _sentence(section: pydantic.BaseModel, key: str) -> str:
-    described = " ".join((type(section).model_fields[key].description or "").replace("``", "").split())
+    kind = type(section)
+    told = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
+    described = " ".join(told.replace("``", "").split())
     return re.split(r"(?<=[.;]) ", described)[0].rstrip(".;")
 
 

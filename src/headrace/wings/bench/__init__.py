@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from headrace.base.errors import ConfigError, nearest
-from headrace.wings.bench.base import Report, Row, Target, show
+
+if TYPE_CHECKING:
+    from headrace.wings.bench.base import Report
 
 BENCHMARKS = {
     "agents": "two agents with long tails of length: tokens trained per second, paced and behind a barrier",
@@ -39,4 +42,4 @@ def run_benchmark(name: str, tell: Callable[[str], None] = lambda line: None, **
     return report
 
 
-__all__ = ["BENCHMARKS", "Report", "Row", "Target", "run_benchmark", "show"]
+__all__ = ["BENCHMARKS", "run_benchmark"]
