@@ -51,7 +51,7 @@ def mean_of(tasks: Sequence[float]) -> IntervalEstimate:
     """The mean over tasks, with an interval from how much they differ.
 
     >>> mean_of([1.0, 2.0, 3.0])
-    Estimate(value=2.0, low=0.868..., high=3.131...)
+    IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
     """
     value = fmean(tasks)
     if len(tasks) == 1:
@@ -65,7 +65,7 @@ def share_of(tasks: Sequence[float]) -> IntervalEstimate:
     spread is worth (Korn and Graubard 1998). Where all tasks agree they are worth their number.
 
     >>> share_of([0.0] * 10)
-    Estimate(value=0.0, low=0.0, high=0.277...)
+    IntervalEstimate(value=0.0, low=0.0, high=0.277...)
     """
     value, count = fmean(tasks), float(len(tasks))
     if len(tasks) == 1:

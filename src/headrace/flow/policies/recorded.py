@@ -15,9 +15,9 @@ from headrace.flow.state import FlowState
 class RecordedPolicy(StalenessPolicy):
     """The decisions of another run. No run file can ask for it.
 
-    >>> from headrace.flow.state import Limits
+    >>> from headrace.flow.state import FlowLimits
     >>> policy = RecordedPolicy(starts=(0, 0, 1), steps={0: (1,)}, dropped_stale=False, masked_stale=False)
-    >>> policy.admit(FlowState(limits=Limits(batch_size=1, max_age=0)))
+    >>> policy.admit(FlowState(limits=FlowLimits(batch_size=1, max_age=0)))
     2
     """
 

@@ -46,7 +46,7 @@ def percents(shares: Sequence[float], total: int | None) -> list[int]:
     """Shares in whole percent. With a ``total`` they add up to it: those with the greatest fractions are rounded up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
-    ([12, 12, 26], [13])
+    ([13, 12, 25], [13])
     """
     if total is None:
         return [math.floor(100 * share + 0.5) for share in shares]
