@@ -1,4 +1,4 @@
-"""Reductions: how token losses become one number. A new one is a class here, or in a file of its own, and a row of ``Reduction``."""
+"""Reductions: how token losses become one number. A new one is a class and a row of ``Reduction``."""
 
 from __future__ import annotations
 

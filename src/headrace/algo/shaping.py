@@ -1,4 +1,4 @@
-"""Shaping: what is added to a reward before it becomes credit. A new one is a class here, or in a file of its own, and a row of ``AnyShaping``."""
+"""Shaping: what is added to a reward before it becomes credit. A new one is a class and a row of ``AnyShaping``."""
 
 from __future__ import annotations
 

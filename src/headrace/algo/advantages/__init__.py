@@ -1,4 +1,4 @@
-"""Advantages: rewards become credit. NumPy only. A new one is a class here, or in a file of its own, and a row of ``AnyAdvantage``."""
+"""Advantages: rewards become credit. NumPy only. A new one is a class and a row of ``AnyAdvantage``."""
 
 from __future__ import annotations
 

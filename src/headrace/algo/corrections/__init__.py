@@ -1,4 +1,4 @@
-"""Corrections: weights and masks that multiply any loss. A new one is a class here, or in a file of its own, and a row of ``AnyCorrection``."""
+"""Corrections: weights and masks that multiply any loss. A new one is a class and a row of ``AnyCorrection``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses. A new one is a class here, or in a file of its own, and a row of ``AnyLoss``."""
+"""Losses. A new one is a class and a row of ``AnyLoss``."""
 
 from __future__ import annotations
 
