@@ -17,7 +17,7 @@ from headrace.flow.ledger.base import EndEpisode, Move
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.cli.app import app
 from headrace.testing.ledgers import episode, running, trained
-from tests.session.runs import make_run, tiny_model, verb
+from tests.session.runs import forge, make_run, tiny_model, verb
 
 
 def a_run_without_long_answers(run_dir: Path) -> None:
@@ -108,11 +108,10 @@ def test_run_made_again_from_its_ledger_has_the_same_weights_until_the_record_is
     verb("train", run_file)
     told = json.loads(verb("ledger", run_dir, "--replay", "--json"))
     assert (told["agree"], told["differ"], told["first_difference"]) == ([0, 1, 2, 3], [], None)
-    ledger = SqliteLedger.open(run_dir / "ledger.sqlite")
-    ledger._db.execute(
+    other_rewards = (
         "UPDATE episodes SET reward = 1 - reward WHERE group_number IN (SELECT number FROM groups WHERE step = 1)"
     )
-    ledger.close()
+    assert forge(run_dir, other_rewards) > 0
     changed = CliRunner().invoke(app, ["ledger", str(run_dir), "--replay", "--json"])
     assert changed.exit_code == 1
     assert json.loads(changed.stdout)["first_difference"] == 2

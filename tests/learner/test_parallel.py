@@ -53,7 +53,7 @@ def run(directory: Path, num_ranks: int, cases: list[str]) -> Found:
     ranks = []
     for rank in range(num_ranks):
         place = RankPlace(rank=rank, local_rank=rank, world=num_ranks)
-        environment = {**child_environment("", 1), **rank_environment(place)}
+        environment = {**child_environment(1), **rank_environment(place)}
         command = [sys.executable, "-m", "tests.learner.rank_main", str(directory), *cases]
         with (directory / f"rank-{rank}.log").open("wb") as log:
             ranks.append(
@@ -221,7 +221,7 @@ def test_torchrun_starts_the_ranks(place: Path, alone: Found) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     command += ["tests.learner.rank_main", str(place), "words", "fsdp2"]
     (place / "found-0.json").unlink(missing_ok=True)
-    subprocess.run(command, cwd=ROOT, env=child_environment("", 1), check=True, timeout=DEADLINE_S, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=child_environment(1), check=True, timeout=DEADLINE_S, capture_output=True)
     found = json.loads((place / "found-0.json").read_text())
     assert_exact(answer(found, "fsdp2"), alone["dense"])
 
@@ -256,7 +256,7 @@ def test_actors_of_ray_are_ranks(place: Path, alone: Found) -> None:
     """They are told their place as torchrun tells it, and run the same code."""
     (place / "found-0.json").unlink(missing_ok=True)
     command = [str(python_with("ray>=2.49")), "-c", RAY, str(place), "words", "fsdp2"]
-    environment = {**child_environment("", 1), "PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment = {**child_environment(1), "PYTHONPATH": str(ROOT), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=DEADLINE_S, capture_output=True)
     found = json.loads((place / "found-0.json").read_text())
     assert_exact(answer(found, "fsdp2"), alone["dense"])

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 from typer.testing import CliRunner
 
+from headrace.flow.ledger.opening import SQLITE_FILE
+from headrace.flow.ledger.rows import checksum_rows, seal_all
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.cli.app import app
 
@@ -97,6 +100,11 @@ def verb(*arguments: str | Path) -> str:
     return done.stdout
 
 
+def first_line(run_file: Path) -> str:
+    """What ``headrace train`` says on standard error before anything else."""
+    return f"reading {run_file} and loading what a run needs ...\n"
+
+
 class Running:
     """The program at work; its standard output, line by line."""
 
@@ -154,3 +162,12 @@ def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
 def shared_buffers(pid: int) -> list[str]:
     """The weight buffers that the run of controller ``pid`` has, or has left."""
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"headrace-{pid}-")]
+
+
+def forge(run_dir: Path, statement: str) -> int:
+    """Change the ledger of a run as its own program would, with checksums that fit; how many rows were changed."""
+    with closing(sqlite3.connect(run_dir / SQLITE_FILE, isolation_level=None)) as db:
+        checksum_rows(db)
+        changed = db.execute(statement).rowcount
+        seal_all(db)
+    return changed

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,30 @@ def test_checkpoints_without_their_ledger_are_told_in_one_way_whatever_is_asked(
     with pytest.raises(ConfigError, match=words) as error, locked(tmp_path, resume=resume):
         pass
     assert "--resume" not in error.value.remedy
+
+
+def test_a_log_that_sqlite_removes_and_makes_anew_is_no_loss_and_a_ledger_that_goes_is_one(tmp_path: Path) -> None:
+    ledger, log = tmp_path / "run" / SQLITE_FILE, tmp_path / "run" / f"{SQLITE_FILE}-wal"
+    with locked(tmp_path / "run", resume=False) as held:
+        held.refuse_lost()  # there is no ledger yet
+        files = []
+        for step in range(2):  # the lives of a run, or a reader that is the last to leave
+            with closing(sqlite3.connect(ledger, isolation_level=None)) as db:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute(f"CREATE TABLE step_{step} (number)")
+                files.append(log.stat().st_ctime_ns)
+                held.refuse_lost()
+            assert not log.exists()
+            held.refuse_lost()
+        assert files[0] != files[1]
+        ledger.rename(tmp_path / "elsewhere")
+        with pytest.raises(RunError, match=r"ledger\.sqlite was removed or replaced"):
+            held.refuse_lost()
+        ledger.touch()
+        with pytest.raises(RunError, match=r"ledger\.sqlite was removed or replaced"):
+            held.refuse_lost()
+        (tmp_path / "elsewhere").replace(ledger)
+        held.refuse_lost()
 
 
 def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

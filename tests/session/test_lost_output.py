@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.session.runs import DEADLINE_S, command, headrace, make_run, running, tiny_model, verb
+from headrace.base.lasting import LastingStream
+from tests.session.runs import DEADLINE_S, PROGRAM, command, headrace, make_run, running, tiny_model, verb
 
 LONG = {"run": {"dir": "run", "steps": 400, "checkpoint_every": 100_000}, "learner": {"lr": 1e-6}}
 """A run that outlasts what is done to it."""
@@ -69,6 +70,24 @@ def until_step(run_dir: Path, process: subprocess.Popen[bytes], terminal: int, s
             signal.sigtimedwait([], 0.02)
 
 
+def test_terminal_that_hangs_up_is_one_until_a_write_fails() -> None:
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as stream:
+        lasting = LastingStream(stream)
+        assert lasting.isatty()
+        os.close(ours)
+        assert not stream.isatty()
+        assert lasting.isatty(), "or a live picture is never drawn again, and its loss never noticed"
+        print("a picture", file=lasting, flush=True)
+        assert "Errno 5" in lasting.lost
+        assert not lasting.isatty()
+
+
+def hangup(handling: str) -> str:
+    """The program, started where SIGHUP is handled so."""
+    return f"import signal; signal.signal(signal.SIGHUP, signal.{handling})\n{PROGRAM}"
+
+
 @pytest.mark.parametrize("view", ["auto", "plain"])
 def test_a_closed_terminal_does_not_matter(
     tmp_path: Path, model: Path, on_terminal: Callable[..., Any], view: str
@@ -87,7 +106,8 @@ def test_a_closed_terminal_does_not_matter(
 def test_hangup_ends_a_run_in_order_with_a_snapshot_and_an_exit_code_of_its_own(tmp_path: Path, model: Path) -> None:
     run_file = make_run(tmp_path, model, **LONG)
     run_dir = tmp_path / "run"
-    with running("train", run_file, "--set", f"run.dir={run_dir}") as run:
+    program = hangup("SIG_DFL")  # whatever started these tests may ignore it, as nohup does
+    with running("train", run_file, "--set", f"run.dir={run_dir}", program=program) as run:
         run.until_step(2)
         for _ in range(2):  # the kernel and a shell may both send it
             run.process.send_signal(signal.SIGHUP)
@@ -104,8 +124,7 @@ def test_hangup_ends_a_run_in_order_with_a_snapshot_and_an_exit_code_of_its_own(
 
 def test_hangup_that_is_ignored_from_the_start_stays_ignored(tmp_path: Path, model: Path) -> None:
     run_file = make_run(tmp_path, model, **{**LONG, "run": {"dir": "run", "steps": 40}})
-    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\nfrom headrace.run.cli import main; main()"
-    with running("train", run_file, "--set", f"run.dir={tmp_path / 'run'}", program=program) as run:
+    with running("train", run_file, "--set", f"run.dir={tmp_path / 'run'}", program=hangup("SIG_IGN")) as run:
         run.until_step(2)
         run.process.send_signal(signal.SIGHUP)
         run.rest()

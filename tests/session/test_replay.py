@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from headrace.base.errors import ConfigError, ReplayDiffers
 from headrace.run.session import load_config, train
 from headrace.run.session.repeating import recorded_settings
-from tests.session.runs import make_run, verb
+from tests.session.runs import forge, make_run, verb
 from tests.session.serial import same_learner
 
 STEPS = 12
@@ -65,8 +64,7 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit(recorded: Path, tmp_path: P
 
 def edit_ledger(sql: str) -> Callable[[Path], None]:
     def edit(run_dir: Path) -> None:
-        with sqlite3.connect(run_dir / "ledger.sqlite") as db:
-            assert db.execute(sql).rowcount == 1
+        assert forge(run_dir, sql) == 1
 
     return edit
 

@@ -24,6 +24,11 @@ class LastingStream(io.TextIOBase):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._is_terminal = False
+        """Whether it was one at first: one that hangs up says that it is none, and a view that heeds this never writes
+        again, so that the loss would not be noticed."""
+        with suppress(OSError, ValueError):
+            self._is_terminal = stream.isatty()
         self.lost = ""
         """Why nothing more is shown; empty while it is."""
 
@@ -39,9 +44,7 @@ class LastingStream(io.TextIOBase):
         return self._stream.fileno()
 
     def isatty(self) -> bool:
-        with suppress(OSError, ValueError):
-            return not self.lost and self._stream.isatty()
-        return False
+        return self._is_terminal and not self.lost
 
     def writable(self) -> bool:
         return True

@@ -107,7 +107,7 @@ def listed_checksums(directory: Path) -> dict[str, str]:
     path = directory / CHECKSUMS_FILE
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # whoever loads from it says what it is not
         return {}
     except (OSError, UnicodeDecodeError) as error:
         raise Damaged(f"{path} cannot be read: {error}", remedy=_REMEDY) from None

@@ -68,8 +68,12 @@ class HeldDirectory:
     def __init__(self, run_dir: Path, descriptor: int) -> None:
         self._run_dir = run_dir
         self._descriptor = descriptor
-        self._files: dict[Path, tuple[int, int]] = {}
-        """The ledger's files that have been seen, and which files they were."""
+        self._ledger: tuple[int, int] | None = None
+        """Which file the ledger was when it was first seen.
+
+        Its write-ahead log is no sign of a loss: SQLite removes it whenever the last connection is closed, as at the
+        end of each life of a run, and makes it anew.
+        """
 
     def refuse_lost(self) -> None:
         """Raise :class:`~headrace.base.errors.RunError` where the directory or the ledger in it is not this run's any
@@ -80,15 +84,15 @@ class HeldDirectory:
         mine = os.fstat(self._descriptor)
         if _identity(self._run_dir / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
             raise self._lost()
-        for path in (self._run_dir / SQLITE_FILE, self._run_dir / f"{SQLITE_FILE}-wal"):
-            found = _identity(path)
-            if path in self._files and found not in (self._files[path], None):
-                raise RunError(
-                    f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
-                    remedy="restore it from a copy and go on with --resume, or start a new run directory",
-                )
-            if found not in (None, _GONE):
-                self._files[path] = found
+        path = self._run_dir / SQLITE_FILE
+        found = _identity(path)
+        if self._ledger is not None and found not in (self._ledger, None):
+            raise RunError(
+                f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
+                remedy="restore it from a copy and go on with --resume, or start a new run directory",
+            )
+        if found not in (None, _GONE):
+            self._ledger = found
 
     def _lost(self) -> RunError:
         now = self._new_place()
