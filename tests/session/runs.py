@@ -97,6 +97,11 @@ def verb(*arguments: str | Path) -> str:
     return done.stdout
 
 
+def first_words(run_file: Path) -> str:
+    """The line on standard error with which ``headrace train`` begins."""
+    return f"reading {run_file} and loading what a run needs ...\n"
+
+
 class Running:
     """The program at work; its standard output, line by line."""
 
