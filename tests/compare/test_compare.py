@@ -194,10 +194,18 @@ def test_recipes_decide_and_the_run_file_says_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_recipe_decides_nothing_of_the_task_but_whether_an_adapter_is_trained(name: str) -> None:
+def test_a_recipe_says_nothing_of_the_task_but_an_adapter_and_an_advantage(name: str) -> None:
+    filled_in = {"model": {"lora"}, "algo": {"advantage"}}  # where the run file does not say them
     for section, table in recipes()[name].settings.items():
-        known = DECIDED.get(section, frozenset({"lora"}) if section == "model" else frozenset())
-        assert set(table) <= known
+        assert set(table) <= DECIDED.get(section, frozenset()) | filled_in.get(section, set())
+
+
+def test_the_advantage_of_a_recipe_holds_where_the_run_file_has_none() -> None:
+    differences = {"kind": "grpo", "std": "none"}
+    for own, advantage in ({}, differences), ({"advantage": "rloo"}, "rloo"):
+        algo = load_config(left_open({"model": {"path": "m"}, "algo": own}), like="prime-rl").algo
+        assert algo.loss.kind == "dppo"
+        assert algo.advantage == load_config({"model": {"path": "m"}, "algo": {"advantage": advantage}}).algo.advantage
 
 
 def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:

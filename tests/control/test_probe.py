@@ -69,5 +69,8 @@ def test_what_rounding_explains_does_not(largest: float, gap: float, tmp_path: P
 
 def test_gap_that_the_run_file_allows_is_warned_of(tmp_path: Path) -> None:
     seen = Seen()
-    assert live(Plan(run_dir=tmp_path, learner=off_by(0.5), run={"max_start_gap": 0.6}), seen=seen).ended
+    life = live(Plan(run_dir=tmp_path, learner=off_by(0.5), run={"max_start_gap": 0.6}), seen=seen)
+    assert life.ended
     assert "run.max_start_gap=0.6 lets it pass" in seen.texts("warning")
+    assert life.summary.mismatch_abs == pytest.approx(0.5)
+    assert life.summary.mismatch_kl == pytest.approx(np.expm1(-0.5) + 0.5)

@@ -378,17 +378,6 @@ def test_error_that_nobody_expected_ends_the_run_too(tmp_path: Path) -> None:
     assert isinstance(cause_of(Plan(run_dir=tmp_path, learner=Wrong)), ZeroDivisionError)
 
 
-def test_engine_that_computes_something_else_is_warned_about(tmp_path: Path) -> None:
-    class Off(FakeLearner):
-        async def logprobs(self, batch: Batch) -> FloatColumn:
-            return batch.logprobs_N - np.float32(0.5) * batch.mask_N
-
-    summary = live(Plan(run_dir=tmp_path, learner=Off)).summary
-    assert summary.mismatch_abs == pytest.approx(0.5)
-    assert summary.mismatch_kl == pytest.approx(np.expm1(-0.5) + 0.5)
-    assert any("do not compute the same" in warning for warning in summary.warnings)
-
-
 def test_ledger_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     class Filling(FakeLearner):
         async def train(self, batch: Batch) -> StepReport:

@@ -41,14 +41,19 @@ def test_agents_that_cannot_be_are_refused(agents: list[dict[str, Any]], env: di
         load_config(config(*agents, **env))
 
 
-def test_paths_of_agents_are_relative_to_the_run_file(tmp_path: Path) -> None:
+def test_paths_of_agents_are_relative_to_the_run_file_and_names_on_a_hub_stay(tmp_path: Path) -> None:
+    (tmp_path / "models" / "coach").mkdir(parents=True)
     (tmp_path / "run.toml").write_text(
         '[model]\npath = "m"\n[env]\nkind = "rollout"\nentry = "e.py:rollout"\n'
         '[[env.agents]]\nname = "coach"\nkind = "model"\npath = "models/coach"\n'
+        '[[env.agents]]\nname = "absent"\nkind = "model"\npath = "./models/absent"\n'
+        '[[env.agents]]\nname = "hub"\nkind = "model"\npath = "Qwen/Qwen3-0.6B"\n'
         '[[env.agents]]\nname = "past"\nkind = "frozen"\n'
     )
-    coach, past = load_config(tmp_path / "run.toml").env.agents
+    coach, absent, hub, past = load_config(tmp_path / "run.toml").env.agents
     assert coach == ModelAgent(name="coach", path=str(tmp_path / "models" / "coach"))
+    assert absent == ModelAgent(name="absent", path=str(tmp_path / "models" / "absent"))
+    assert hub == ModelAgent(name="hub", path="Qwen/Qwen3-0.6B")  # a name on a hub, as no directory is meant
     assert past == FrozenAgent(name="past")
 
 

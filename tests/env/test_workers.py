@@ -318,7 +318,7 @@ def test_a_worker_says_who_it_is_before_its_watch_may_speak(tmp_path: Path, monk
         def receive(self, _: float) -> list[object]:
             raise EOFError
 
-    monkeypatch.setattr(host, "_Watch", Watch)
+    monkeypatch.setattr(host, "_LoopWatchdog", Watch)
     (tmp_path / "rollout.py").write_text("async def rollout(task, policy):\n    return 1.0\n")
     start = EnvironmentStart(kind="rollout", entry=f"{tmp_path}/rollout.py:rollout", concurrency=1, block_s=10.0)
     channel: Any = Channel()

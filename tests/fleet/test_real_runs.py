@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
-from tests.session.runs import Running, components, make_run, running, shared_buffers, verb
+from tests.session.runs import Running, components, first_words, make_run, running, shared_buffers, verb
 from tests.session.serial import SerialLoop, same_learner
 
 SLOW_REWARD = """
@@ -60,7 +60,7 @@ def test_run_whose_only_engine_is_killed_goes_on_and_says_what_happened(tmp_path
     run_dir = tmp_path / "run"
     with running("train", run_file) as life:
         pid = kill(life, run_dir, "engine", after=3)
-        assert life.rest(120.0) == ""
+        assert life.rest(120.0) == first_words(run_file)
     (recovery,) = ended(run_dir, 10)["recoveries"]
     assert recovery.startswith(f"engine (pid {pid}) was killed by SIGKILL (by hand, or because memory ran out); it ")
     said = "".join(life.lines)
@@ -100,7 +100,7 @@ def test_run_with_two_engines_learns_and_outlives_the_death_of_one(
     run_dir = tmp_path / "run"
     with running("train", run_file) as life:
         pid = kill(life, run_dir, "engine-1", after=4)
-        assert life.rest(120.0) == ""
+        assert life.rest(120.0) == first_words(run_file)
     summary = ended(run_dir, 30)
     assert summary["max_token_age"] <= 2
     assert f"engine-1 (pid {pid}) was killed by SIGKILL" in "".join(life.lines)
@@ -161,7 +161,7 @@ def test_three_engines_that_are_killed_or_stand_still_again_and_again_lose_nothi
         life.until_step(life.until_step() + 20)
         assert components(run_dir)["learner"] == learner, "it never stopped"
         life.process.send_signal(signal.SIGINT)
-        assert life.rest(120.0) == ""
+        assert life.rest(120.0) == first_words(run_file)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "stopped"
     assert summary["max_token_age"] <= 2
@@ -237,7 +237,7 @@ def test_run_goes_on_without_an_engine_that_only_the_learner_cannot_reach_and_ta
         life.until_step(life.until_step() + 10)
         assert components(run_dir) == parts, "nothing was started again"
         life.process.send_signal(signal.SIGINT)
-        assert life.rest(120.0) == ""
+        assert life.rest(120.0) == first_words(run_file)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "stopped"
     assert summary["max_token_age"] <= 2

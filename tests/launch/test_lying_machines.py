@@ -41,8 +41,8 @@ class Liar:
     to_say: list[object] = field(default_factory=list)
     waiting: list[Do] = field(default_factory=list)
     """What is answered only when it is to leave."""
-    slow: bool = False
-    """Whether workers but the first begin only then."""
+    num_prompt: int | None = None
+    """How many of its workers begin at once; the others begin only then. ``None``: all."""
     begun: int = 0
     calls: dict[int, int] = field(default_factory=dict)
     """By which the run waits for the end of a process, by keeper."""
@@ -80,7 +80,7 @@ class Liar:
     def _do(self, order: Do) -> None:
         if order.what == "begin":
             self.begun += 1
-            if self.slow and self.begun > 1:
+            if self.num_prompt is not None and self.begun > self.num_prompt:
                 self.waiting.append(order)
                 return
             begin = msgspec.json.decode(order.asked, type=Begin)
@@ -164,10 +164,10 @@ def dies_with_its_first(channel: PartChannel, begin: Begin, liar: Liar) -> None:
 def test_an_episode_that_was_to_begin_again_on_a_machine_that_leaves_waits_for_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with crew(tmp_path, PLACES, "rollout", join=free_address(), num_workers=0) as at:
-            liar = Liar(path=at.invitation, worker=dies_with_its_first, slow=True)
+            liar = Liar(path=at.invitation, worker=dies_with_its_first, num_prompt=2)
             async with living(liar):
                 running = asyncio.ensure_future(at.run("pid"))
-                await until(lambda: len(liar.waiting) == 2)  # its place is filled again, and the suspect has one
+                await until(lambda: len(liar.waiting) == 2)  # after two deaths, the suspect has one of its own, too
                 liar.to_say.append(Leaving())
                 await until(lambda: at.events[-1].endswith("has left"))
                 await until(lambda: not liar.waiting)

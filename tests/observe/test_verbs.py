@@ -69,7 +69,7 @@ def test_watch_draws_the_present_moment_of_a_run(tmp_path: Path) -> None:
 def test_watch_shows_every_word_of_the_verdict_on_a_narrow_terminal(tmp_path: Path) -> None:
     words = " ".join(["learner-bound: the engine waits", *map(str, range(100, 150)), "last"])
     (tmp_path / "live.json").write_bytes(msgspec.json.encode(LiveState(steps_done=7, steps_total=20, verdict=words)))
-    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["watch", str(tmp_path)], catch_exceptions=False).output
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["watch", str(tmp_path)], catch_exceptions=False).stdout
     assert max(map(len, text.splitlines())) <= 80
     assert words in " ".join(text.replace("│", " ").split())
 

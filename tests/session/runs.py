@@ -100,8 +100,8 @@ def verb(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def first_line(run_file: Path) -> str:
-    """What ``headrace train`` says on standard error before anything else."""
+def first_words(run_file: Path) -> str:
+    """The line on standard error with which ``headrace train`` begins."""
     return f"reading {run_file} and loading what a run needs ...\n"
 
 

@@ -18,7 +18,7 @@ from headrace.control.evaluation import EvaluationListener
 from headrace.run.session.evaluating import watched
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.testing import FakeScorer, fake_parts
-from tests.session.runs import first_line, make_run, running
+from tests.session.runs import first_words, make_run, running
 
 
 def in_a_notebook(main: object) -> object:
@@ -95,7 +95,7 @@ def test_second_ctrl_c_ends_a_run_at_once_in_words(tmp_path: Path, model_dir: Pa
         while not any("Ctrl-C again" in line for line in life.lines):
             life.lines.append(life.process.stdout.readline())
         life.process.send_signal(signal.SIGTERM)
-        assert life.rest() == first_line(run_file) + "stopped at once; --resume goes on\n"
+        assert life.rest() == first_words(run_file) + "stopped at once; --resume goes on\n"
         assert life.process.returncode == 130
     assert '"status": "stopped"' in (tmp_path / "run" / "summary.json").read_text()
 
@@ -108,7 +108,7 @@ def test_run_goes_on_when_whoever_read_its_output_has_left(tmp_path: Path, model
         error = life.process.stderr.read()
         assert life.process.wait() == 0
     begins, _, more = error.partition("\n")
-    assert f"{begins}\n" == first_line(run_file)
+    assert f"{begins}\n" == first_words(run_file)
     assert re.fullmatch(
         r"(warning: standard output is gone \(.*Errno 32.*\n)?", more
     )  # unless it ends before it sees that

@@ -12,7 +12,7 @@ import pytest
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
-from tests.session.runs import components, first_line, make_run, running, shared_buffers, verb, wait_gone
+from tests.session.runs import components, first_words, make_run, running, shared_buffers, verb, wait_gone
 from tests.session.serial import SerialLoop, same_learner
 
 STEPS = 14
@@ -65,7 +65,7 @@ def stop_by_ctrl_c(run_file: Path, run_dir: Path) -> int:
         with pytest.raises(ConfigError, match="is in use by another process"):
             train(run_file, resume=True)
         life.process.send_signal(signal.SIGINT)
-        assert life.rest() == first_line(run_file)
+        assert life.rest() == first_words(run_file)
         assert life.process.returncode == 0
     steps = ended(run_dir, "stopped")["steps"]
     assert 3 <= steps < STEPS
