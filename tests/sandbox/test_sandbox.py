@@ -254,8 +254,8 @@ def test_what_a_killed_asker_was_running_dies_with_it() -> None:
 
 WITHOUT_NAMESPACES = """
 import os
-from headrace.rollout.scoring.sandbox import Limits, run
-def sh(code, **limits): return run(["/bin/sh", "-c", code], files={"note": "hi"}, limits=Limits(**limits))
+from headrace.rollout.scoring.sandbox import SandboxLimits, run
+def sh(code, **limits): return run(["/bin/sh", "-c", code], files={"note": "hi"}, limits=SandboxLimits(**limits))
 print(sorted(sh("true").missing), flush=True)
 print(sh("cat note; test $(id -u) != 0 && echo other").stdout, flush=True)
 print(sh("echo x > /etc/new || kill -9 $PPID || echo refused").stdout, flush=True)

@@ -56,8 +56,8 @@ DEEDS = """
 
     def accuse():
         from headrace.base.types.messages.controller import Failure
-        from headrace.base.types.messages.codec import Codec
-        speak(Codec(Failure).encode(Failure(call=None, kind="ConfigError", problem="all is lost", remedy="none")))
+        from headrace.base.types.messages.codec import MessageCodec
+        speak(MessageCodec(Failure).encode(Failure(call=None, kind="ConfigError", problem="all lost", remedy="none")))
 
     def listen():
         made = [socket.socket() for _ in range(100_000)]
