@@ -23,8 +23,8 @@ NUMBERS = {
 """The keys of ``summary.json`` that hold one number."""
 
 FILES = {
-    "checkpoints", "config.json", "events.jsonl", "interleaving-engine.jsonl", "ledger.sqlite", "live.json", "lock",
-    "logs", "metrics.jsonl", "parts.json", "report", "status.json", "summary.json", "trace.jsonl",
+    "checkpoints", "checksums.xxh3", "config.json", "events.jsonl", "interleaving-engine.jsonl", "ledger.sqlite",
+    "live.json", "lock", "logs", "metrics.jsonl", "parts.json", "report", "status.json", "summary.json", "trace.jsonl",
 }  # fmt: skip
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
