@@ -73,10 +73,20 @@ def test_help_is_printed_alone_and_without_the_library(verb: list[str], tmp_path
     assert "Usage" in shown.stdout
 
 
+LOSS = "def loss(inputs):\n    return -(inputs.advantages * (inputs.log_pi - inputs.log_mu).exp() * inputs.mask)\n"
+
+
+def test_verb_goes_on_where_its_first_words_have_no_place(tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(LOSS)
+    command = [sys.executable, "-c", PROGRAM, "check", "loss", "loss.py:loss", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, cwd=tmp_path, timeout=100)
+    assert done.returncode == 0
+    assert isinstance(json.loads(done.stdout), dict)
+
+
 def test_json_is_all_that_stands_on_standard_output(tmp_path: Path) -> None:
-    (tmp_path / "loss.py").write_text(
-        "def loss(inputs):\n    return -(inputs.advantages * (inputs.log_pi - inputs.log_mu).exp() * inputs.mask)\n"
-    )
+    (tmp_path / "loss.py").write_text(LOSS)
     done = run(PROGRAM, "check", "loss", "loss.py:loss", "--json", cwd=tmp_path)
     assert isinstance(json.loads(done.stdout), dict)
     assert done.stderr.startswith("checking loss.py:loss")

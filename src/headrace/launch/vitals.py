@@ -167,7 +167,9 @@ class Vitals:
             case = self._cases.setdefault(who, _Case(words=words, since_s=now_s))
             if not case.told and now_s - case.since_s >= min(STOPPED_S, SHARE * self.timeout_s):
                 case.told = True
-                self.tell(f"{self._in_words(*who, case)}: what it owes does not come", kind=f"{who[0]} is stopped")
+                self.tell(
+                    f"{self._in_words(*who, case)}: it does nothing until it continues", kind=f"{who[0]} is stopped"
+                )
 
     def _in_words(self, name: str, pid: int, case: _Case) -> str:
         return f"{name} (pid {pid}) {case.words}, for {self.clock.now() - case.since_s:.0f} s"

@@ -28,7 +28,10 @@ def console(*, stderr: bool = False) -> Console:
 
 def starting(doing: str) -> None:
     """Say on standard error what a verb begins with, before the imports that take it seconds."""
-    console(stderr=True).print(f"{readable(doing)} ...", style="dim")
+    try:
+        console(stderr=True).print(f"{readable(doing)} ...", style="dim")
+    except OSError:  # a full disk, or a terminal that is gone: the verb goes on without its words
+        to_nowhere(sys.stderr)
 
 
 def complain(error: HeadraceError) -> None:
