@@ -208,6 +208,12 @@ def test_a_reward_that_returns_nothing_is_not_found_sound(file: Path) -> None:
     assert unsure.ok
 
 
+def test_only_value_beside_the_prompt_is_what_a_script_says_is_right(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completion, total):\n    return float(completion == str(total))\n")
+    report = check_env(f"{tmp_path / 'mine.py'}:reward", rows=[{"prompt": "3+4=", "total": 7}])
+    assert [finding.clause for finding in report.findings if finding.level is not Level.OK] == []
+
+
 def test_answers_that_a_reward_leaves_out_are_counted(file: Path) -> None:
     report, wrong = checked(file, "picky")
     assert not wrong

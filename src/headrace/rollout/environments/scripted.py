@@ -23,12 +23,21 @@ _ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label")
 
 def right_answer(row: Mapping[str, Any]) -> str:
     """What a row says is right, as text; 42 where it says nothing."""
-    return next((str(row[name]) for name in _ANSWERS if row.get(name) is not None), "42")
+    name = _answer_column(row)
+    return "42" if name is None else str(row[name])
 
 
 def says_what_is_right(row: Mapping[str, Any]) -> bool:
     """Whether a script can say it."""
-    return any(row.get(name) is not None for name in _ANSWERS)
+    return _answer_column(row) is not None
+
+
+def _answer_column(row: Mapping[str, Any]) -> str | None:
+    """Return the column with what is right: one of the usual names, or the only plain value beside the prompt."""
+    if any(name in row for name in _ANSWERS):
+        return next((name for name in _ANSWERS if row.get(name) is not None), None)
+    plain = [name for name, value in row.items() if name != "prompt" and isinstance(value, str | int | float)]
+    return plain[0] if len(plain) == 1 else None
 
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], place: int) -> Message:
