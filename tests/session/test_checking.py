@@ -214,6 +214,15 @@ def test_only_value_beside_the_prompt_is_what_a_script_says_is_right(tmp_path: P
     assert [finding.clause for finding in report.findings if finding.level is not Level.OK] == []
 
 
+def test_reward_that_a_file_imports_or_makes_is_tried_as_one_it_defines(tmp_path: Path) -> None:
+    made = "def made(limit):\n    return lambda completions, **_: [float(len(c)) for c in completions]\n"
+    (tmp_path / "theirs_of_this_test.py").write_text(made)
+    mine = "import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\nfrom theirs_of_this_test import made\n"
+    (tmp_path / "mine.py").write_text(f"{mine}reward = made(3)\n")
+    report = check_env(f"{tmp_path / 'mine.py'}:reward", rows=[{"prompt": "3+4=", "answer": 7}])
+    assert (report.kind, report.ok) == ("reward", True), str(report)
+
+
 def test_answers_that_a_reward_leaves_out_are_counted(file: Path) -> None:
     report, wrong = checked(file, "picky")
     assert not wrong

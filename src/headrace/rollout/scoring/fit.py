@@ -28,13 +28,12 @@ def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
 
 def refuse_lacking(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, look: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` for a reward that
-    reads a
-    column that rows lack. ``look``: import files, in a process of their own, whose text does not tell the parameters
-    of a function."""
+    reads a column that rows lack. ``look``: import files, in a process of their own, whose text does not tell the
+    parameters of a function."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
     signatures = {reward.ref: signature_in(*split_reference(reward.ref)) for reward in functions}
     if look and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
-        signatures |= _looked_at(unknown)
+        signatures |= looked_at(unknown)
     for reward in rewards:
         _refuse_lacking_rows(reward, tasks)
         columns = columns_for(reward, tasks)
@@ -69,7 +68,7 @@ def _refuse_lacking_columns(reward: RewardSection, columns: frozenset[str]) -> N
             )
 
 
-def _looked_at(references: Sequence[str]) -> dict[str, RewardSignature | None]:
+def looked_at(references: Sequence[str]) -> dict[str, RewardSignature | None]:
     """The signatures of functions that their files import or make, told by a process that imports the files as scoring
     workers will; ``None`` where that takes too long."""
     try:

@@ -9,7 +9,11 @@ from pathlib import Path
 from headrace.base.config.user_code import find_in_file
 from headrace.base.errors import ConfigError
 from headrace.rollout.environments.program import with_absolute_files
+from headrace.rollout.scoring.fit import looked_at
 from headrace.wings.bridges import BRIDGES, find_bridge
+
+_COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
+"""Parameters that only a reward has."""
 
 
 def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
@@ -28,8 +32,12 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
             return "env", entry, tree
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return ("reward" if _is_reward(node) else "rollout"), entry, tree
+    # the file imports or makes it: only its parameters tell what it is
+    signature = looked_at([entry])[entry]
+    if signature is not None and _COMPLETIONS & set(signature.names):
+        return "reward", entry, tree
     raise ConfigError(
-        f"{reference}: {name!r} is no class and no function that this file defines",
+        f"{reference}: {name!r} is no class and no function that this file defines, and no reward that it imports",
         remedy="name the file that defines it",
     )
 
@@ -50,7 +58,7 @@ def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether it is meant to be one: it takes completions, or cannot be a rollout, which takes a task and a policy."""
     parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
     meant_as_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
-    return bool(parameters & {"completion", "completions"}) or not meant_as_rollout
+    return bool(parameters & _COMPLETIONS) or not meant_as_rollout
 
 
 def _with_full_path(library: str, what: str) -> str:
