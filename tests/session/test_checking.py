@@ -215,7 +215,7 @@ def test_only_value_beside_the_prompt_is_what_a_script_says_is_right(tmp_path: P
 
 
 def test_reward_that_a_file_imports_or_makes_is_tried_as_one_it_defines(tmp_path: Path) -> None:
-    made = "def made(limit):\n    return lambda completions, **_: [float(len(c)) for c in completions]\n"
+    made = "def made(limit):\n    return lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids]\n"
     (tmp_path / "theirs_of_this_test.py").write_text(made)
     mine = "import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\nfrom theirs_of_this_test import made\n"
     (tmp_path / "mine.py").write_text(f"{mine}reward = made(3)\n")

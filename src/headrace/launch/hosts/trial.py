@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
 from headrace.base.clock import RealClock
 from headrace.base.config.user_code import where
@@ -108,7 +109,10 @@ def _scoring(function: RewardFunction) -> Rollout:
     async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         prompt = row.get("prompt", "")
         said = (await policy.chat(prompt or "answer")).message.content
-        scores = await function.score(ScoreCompletions(call=0, prompt=prompt, completions=(said,), row=dict(row)))
+        # no tokenizer is needed for a check: a byte stands for a token
+        ids = (np.frombuffer(said.encode(), dtype=np.uint8).astype(np.int32),)
+        request = ScoreCompletions(call=0, prompt=prompt, completions=(said,), row=dict(row), completion_ids=ids)
+        scores = await function.score(request)
         if scores.failure:
             reason, _, words = scores.failure.partition(": ")
             raise EpisodeError(words, remedy="mend the reward", reason=reason)
