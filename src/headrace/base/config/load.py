@@ -127,7 +127,8 @@ def _explain(kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
             tags = [tag.strip().strip("'") for tag in str(ctx["expected_tags"]).split(",")]
             return f"{name}.kind={ctx['tag']!r} does not exist", nearest(str(ctx["tag"]), tags)
         case "union_tag_not_found":
-            return f"{name} does not say its kind", f"set {name}.kind"
+            kinds = sorted({str(model.model_fields["kind"].default) for model in place.models})
+            return f"{name} does not say its kind", f"set {name}.kind to one of {', '.join(kinds)}"
         case "model_type" | "model_attributes_type":
             return f"{name}={value!r} is not a table of settings", f"write [{name}] and its settings below"
         case "string_type":
