@@ -195,6 +195,9 @@ def test_time_before_a_resume_does_not_count_as_idle(make_run: MakeRun) -> None:
     loaded = load_run(run)
     assert len(loaded.steps) == 5
     assert loaded.loop == pytest.approx((CLOCK_ZERO + 8999, CLOCK_ZERO + 9001))
+    told = Page(write_report(run)).text
+    assert "The run was resumed: times, rates, shares and the verdict are of the 2 steps since then" in told
+    assert "the last 2 in" in told
 
 
 def test_the_report_does_not_invent_a_verdict_without_a_trace(make_run: MakeRun) -> None:

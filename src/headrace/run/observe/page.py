@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.base.errors import visible
 from headrace.run.observe.document import document
-from headrace.run.observe.rundata import RunData, run_about
+from headrace.run.observe.rundata import RunData, about_lives, run_about
 from headrace.run.observe.words import duration, number, percent, plural
 
 _LONGEST = 4000
@@ -58,17 +58,19 @@ def _notes(run: RunData) -> list[str]:
     status, cause, warnings = (run.summary.get(key) for key in ("status", "cause", "warnings"))
     ended = [f"The run {status}. {cause or ''}".rstrip()] if status not in (None, "finished") else []
     told = [f"Warning: {warning}" for warning in warnings] if isinstance(warnings, list) else []
-    return [*run.notes, *ended, *told]
+    resumed = [words] if (words := about_lives(run.steps)) else []
+    return [*run.notes, *ended, *resumed, *told]
 
 
 def _cards(run: RunData) -> str:
     get = run.measured
     gap = _mapping(run.figures.get("commit_gap_ms")).get("p99")
     idle = f"learner idle {_percent(get('learner_idle_frac'))}, exposed sync {_percent(get('exposed_sync_frac'))}"
+    latest = f"the last {len(run.session):,} " if len(run.session) < len(run.steps) else ""
     cards = [
         ("held-out evaluation", _change(get("eval_before"), get("eval_after")), "before → after"),
         ("training reward", _change(get("reward_first"), get("reward_last")), "first step → last tenth"),
-        ("optimizer steps", f"{len(run.steps):,}", f"in {duration(get('wall_s'))}" if get("wall_s") else ""),
+        ("optimizer steps", f"{len(run.steps):,}", f"{latest}in {duration(get('wall_s'))}" if get("wall_s") else ""),
         ("generated", _rate(get("generated_tok_s")), f"engine idle {_percent(get('engine_idle_frac'))}"),
         ("trained", _rate(get("trained_tok_s")), idle),
         ("oldest trained token", plural(get("max_token_age"), "version"), _bound(run)),

@@ -20,11 +20,33 @@ from headrace.run.observe.settings import settings_of
 from headrace.run.observe.summary import figures_of, observed
 from headrace.run.observe.trace import Interval
 from headrace.run.observe.verdict import judge
+from headrace.run.observe.words import plural
 
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.json"
 
 R = TypeVar("R")
+
+
+def last_life(steps: list[StepRecord]) -> list[StepRecord]:
+    """Return the steps since the run was last started: a resumed run begins a new clock."""
+    first = 0
+    for index in range(1, len(steps)):
+        earlier, later = steps[index - 1], steps[index]
+        if later.clock_s < earlier.clock_s or later.wall_s < earlier.wall_s:
+            first = index
+    return steps[first:]
+
+
+def about_lives(steps: list[StepRecord]) -> str:
+    """Return what the figures of a resumed run are of, in words; nothing where the run has had one life."""
+    last = len(last_life(steps))
+    if last == len(steps):
+        return ""
+    return (
+        f"The run was resumed: times, rates, shares and the verdict are of the {plural(last, 'step')} since then, "
+        "rewards and the books of the whole run."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +67,8 @@ class RunData:
 
     @cached_property
     def session(self) -> list[StepRecord]:
-        """The steps since the run was last started: a resumed run begins a new clock."""
-        first = 0
-        for index in range(1, len(self.steps)):
-            earlier, later = self.steps[index - 1], self.steps[index]
-            if later.clock_s < earlier.clock_s or later.wall_s < earlier.wall_s:
-                first = index
-        return self.steps[first:]
+        """The steps since the run was last started: see :func:`last_life`."""
+        return last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:

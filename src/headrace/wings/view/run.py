@@ -16,6 +16,7 @@ from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, run_about, run_name
+from headrace.run.observe.rundata import about_lives, last_life
 from headrace.wings.view.lanes import LaneIndex
 from headrace.wings.view.sheet import JsonFile
 from headrace.wings.view.tail import Tail
@@ -124,6 +125,7 @@ class OpenRun:
             "phase": str(status.get("phase") or "") if living else "",
             "cause": "" if living else str(summary.get("cause") or ""),
             "steps_done": steps[-1].version if steps else 0,
+            "steps_of_last_life": len(last_life(steps)),
             "steps_total": total if isinstance(total, int) else None,
             "written_s": status.get("written_s"),
         }
@@ -133,7 +135,7 @@ class OpenRun:
         with self.lanes():
             told = [self._metrics.problem, self._trace.problem, self._told.problem]
         told += [sheet.problem for sheet in (self.config, self.summary, self.status, self.parts)]
-        told.append(self._skew())
+        told += [self._skew(), about_lives(self.steps)]
         if not (self.directory / METRICS_FILE).exists():
             told.append(f"{METRICS_FILE} is not there: no step has ended yet")
         if not (self.directory / TRACE_FILE).exists():

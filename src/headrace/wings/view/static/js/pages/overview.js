@@ -77,7 +77,8 @@ function header(now) {
 
 function time(now, living) {
   if (living && isNumber(now.eta_s)) return `${duration(now.figures.wall_s)}, about ${duration(now.eta_s)} to go`;
-  return `in ${duration(now.figures.wall_s)}`;
+  const latest = now.steps_of_last_life < now.steps_done ? `the last ${count(now.steps_of_last_life)} ` : "";
+  return `${latest}in ${duration(now.figures.wall_s)}`;
 }
 
 function change(before, after) {
