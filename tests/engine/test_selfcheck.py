@@ -118,7 +118,7 @@ def test_packed_weight_that_is_not_the_models_is_refused(model_dir: Dir, monkeyp
                 assert packed is not None
                 packed.panels.mul_(1.05)
 
-    monkeypatch.setattr(engine, "Packing", Spoiled)
+    monkeypatch.setattr(engine, "PackedWeightReceiver", Spoiled)
     told(model_dir("llama"))
 
 

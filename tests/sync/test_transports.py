@@ -256,13 +256,13 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher
 from headrace.sync import groups
 torch.set_num_threads(1)
-whole = groups.Group.broadcast
+whole = groups.ProcessGroup.broadcast
 def dies(self, buffer):
     whole(self, buffer[: 16 << 20])
     import os, signal
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[3] == "dies":
-    groups.Group.broadcast = dies
+    groups.ProcessGroup.broadcast = dies
 weights = {"w": torch.ones(5000, 1000)}
 publisher = make_publisher(Route(transport="collective", address=sys.argv[1], deadline_s=20.0), weights)
 publisher.copy(0)

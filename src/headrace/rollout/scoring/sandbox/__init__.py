@@ -3,4 +3,7 @@
 from headrace.rollout.scoring.sandbox.base import Finished, Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.run import run, run_python
 
-__all__ = ["Finished", "Reason", "SandboxLimits", "run", "run_python"]
+Limits = SandboxLimits
+"""The name that users write: ``headrace.sandbox.Limits``."""
+
+__all__ = ["Finished", "Limits", "Reason", "SandboxLimits", "run", "run_python"]
