@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from headrace.base.config.user_code import find_in_file
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, EnvError
 from headrace.rollout.environments.program import with_absolute_files
 from headrace.rollout.scoring.fit import looked_at
 from headrace.wings.bridges import BRIDGES, find_bridge
@@ -33,7 +33,10 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return ("reward" if _is_reward(node) else "rollout"), entry, tree
     # the file imports or makes it: only its parameters tell what it is
-    signature = looked_at([entry])[entry]
+    try:
+        signature = looked_at([entry])[entry]
+    except EnvError:  # no function, or a file that cannot be imported
+        signature = None
     if signature is not None and _COMPLETIONS & set(signature.names):
         return "reward", entry, tree
     raise ConfigError(
