@@ -48,7 +48,7 @@ def test_pinned_versions_allow_the_oldest_python() -> None:
 
 OUTPUT = """\
 Looking in links: /opt/wheels
-Obtaining file:///work/headrace
+Obtaining file:///home/me/headrace
 Collecting msgspec>=0.20
   Downloading msgspec-0.22.0-cp311-cp311-manylinux_2_28_x86_64.whl.metadata (5.5 kB)
 Collecting torch==2.13.0

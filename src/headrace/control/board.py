@@ -14,7 +14,7 @@ from headrace.base.types.observation import Wait
 
 PATIENCE = 12
 """How many times as long as otherwise the watch waits while a process of the run is known to be stopped by a signal or
-a debugger: whoever stopped it may let it go on."""
+a debugger: it may be let go on."""
 OWN_STANDSTILL_S = 2.0
 """A look of the watch that comes later than this says that the controller itself stood still: that time is nobody's."""
 MIN_SLEEP_S = 1e-3

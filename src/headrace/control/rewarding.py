@@ -42,7 +42,7 @@ class RewardBook:
     components: dict[str, RewardFailures] = field(default_factory=dict)
     """By name, all that were called."""
     _fresh: dict[str, list[bool]] = field(default_factory=dict)
-    """Of the calls since the last step, which failed."""
+    """The calls since the last step that failed."""
     _logged: dict[str, list[float]] = field(default_factory=dict)
     """What was given to ``log_metric`` since the last step."""
 

@@ -6,7 +6,7 @@
     streams, answers ◀── one callback ────  step: chunks
 
 The thread owns the core: nothing else calls it but :meth:`EngineCore.stage`. It ends when the engine is closed or when
-the core raises; then whoever waits hears why, as :class:`~headrace.base.errors.ComponentDied`.
+the core raises; then each waiting caller hears why, as :class:`~headrace.base.errors.ComponentDied`.
 """
 
 from __future__ import annotations

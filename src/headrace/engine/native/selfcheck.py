@@ -130,7 +130,7 @@ def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, 
 
 
 def _apart(found_TV: Tensor, wanted_TV: Tensor) -> Tensor:
-    """Of each token: the expected |Δ logprob| of one that is sampled after it."""
+    """For each token, the expected |Δ logprob| of a token that is sampled after it."""
     found, wanted = found_TV.float().log_softmax(-1), wanted_TV.float().log_softmax(-1)
     return torch.where(wanted.exp() > 0, wanted.exp() * (found - wanted).abs(), 0.0).sum(-1).cpu()
 
